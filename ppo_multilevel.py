@@ -1,0 +1,1774 @@
+"""Multilevel PPO: policy optimisation for expensive simulations that exist on several grids.
+
+    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, about ten minutes
+    python ppo_multilevel.py --env ResSim-v1 --levels 5 --num-steps 50   # finest grid only: PPO
+    python ppo_multilevel.py --env my_simulation.py:make --levels 1 2 --num-steps 40 10
+    tensorboard --logdir runs
+
+This is `ppo.py` with a simulation on L levels, coarse to fine. Per iteration N actors take many steps
+T^1 on the coarsest and few, T^L, on the finest. On each level l > 1 a partner simulation on level l−1
+follows the fine one, so that the difference of the two can be averaged from few samples. The sum of
+these differences telescopes to the loss of the finest level (multilevel Monte Carlo).
+
+Papers: "ML" is Dixit & ElSheikh 2022, Robust optimal well control using an adaptive multigrid
+reinforcement learning framework (arXiv 2210.08400), and its algorithms as printed in "Implementation
+of multilevel PPO"; "PPO" is arXiv 1707.06347, "GAE" is arXiv 1506.02438, see `ppo.py`.
+
+    δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                             GAE, Eq. (12)
+    Â_t = δ_t + γλ (1 − done_t) Â_{t+1},   R_t = Â_t + V(s_t)                        GAE, Eq. (16)
+    r_t(θ) = π_θ(a_t|s_t) / π_old(a_t|s_t)                                           PPO, Sec. 3
+    ℓ = −min(r_t Â_t, clip(r_t, 1−ε, 1+ε) Â_t) + c_v ½ (V_θ(s_t) − R_t)² − c_e H     PPO, Eq. (7, 9)
+    loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}],  ℓ̃^0 = 0                                          ML, Algorithm 4
+
+The loss is a signed, weighted sum: a row that a level's own simulation gave has weight +1/M^l, a row
+of its coarse partner −1/M^l. So a minibatch is one forward pass over all rows, and with one level
+the script is `ppo.py`, bit for bit.
+
+Departures from print, all of them needed: Algorithm 3 prints L_a without its minus sign and the
+entropy term as −C_e L_now; Algorithm 4's text prints N T^l ≤ M^l for ≥; Algorithm 5 prints map_from
+after the fine step and assigns ã twice. Both members of a pair must start from the same state, so the
+coarse one is mapped before the fine step, and it takes the same action a^L.
+Departures from the authors' code: each level keeps its own stream of episodes; a coarse partner's
+values come from its own observations; one normaliser of advantages serves all levels, because a
+normaliser per level would erase the differences that the method adds up.
+
+A simulation is a function `make(level, evaluation=False)` that returns a Gymnasium env whose spaces
+are the policy's (the finest level's) on every level. The env owns `psi()` (its state → the policy's
+observation), `phi(action)` (the policy's action → its own) and `map_from(other)` (take over the state
+of the same simulation on another level). `step_batch(envs, actions)` is optional: it steps several at once.
+
+Shapes: L levels, T^l steps, N actors, M^l rows of a minibatch, D observation entries, A action
+entries. A tilde in the paper is `sync_` here. Everything stored at index t belongs to the action
+taken at t: `terminated[t]` and `truncated[t]` say how that action ended the episode, if it did.
+"""
+
+import argparse
+import csv
+import functools
+import importlib
+import importlib.util
+import inspect
+import itertools
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import torch
+from scipy import sparse
+from scipy.sparse.linalg import splu
+from torch import nn
+
+# ------------------------------------------------------------------------------------ arguments
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line naming the option, exit code 2."""
+
+    def __init__(self, prog, description):
+        super().__init__(prog, description=description, allow_abbrev=False)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def number(kind, low=-math.inf, high=math.inf, open_low=False):
+    """Return an argparse type: a finite `kind` in [low, high], or (low, high] with `open_low`."""
+
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a valid {kind.__name__}") from None
+        if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+            bounds = f"{'above' if open_low else 'at least'} {low}"
+            bounds += f" and at most {high}" if high < math.inf else ""
+            raise argparse.ArgumentTypeError(f"{text} is out of range, it must be {bounds}")
+        return value
+
+    return parse
+
+
+def add_common_arguments(parser):
+    """Add the options that all scripts of the family share; a script may set other defaults."""
+    count, positive, coefficient = number(int, 1), number(float, 0, open_low=True), number(float, 0)
+    natural, fraction, real = number(int, 0), number(float, 0, 1), number(float)
+
+    def option(name, kind, default, text, **more):
+        more |= {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        default_text = "" if default is None or kind is bool and not default else " (%(default)s)"
+        group.add_argument(name, default=default, help=text + default_text, **more)
+
+    group = parser.add_argument_group("run")
+    option("--seed", natural, 1, "seed of all generators")
+    option("--device", str, "auto", "auto, cpu, cuda or mps; auto is cpu, best for small networks")
+    option("--num-workers", natural, 0, "processes that step the games; 0: step them in this one")
+    option("--log-dir", str, "runs", "folder that receives the run's own folder")
+    option("--run-name", str, None, "name of the run's folder; default env__script__seed__time")
+    option(
+        "--eval-every", natural, 0, "evaluate every so many iterations, first and last; 0: never"
+    )
+    option("--eval-episodes", count, 16, "episodes of an evaluation")
+    option("--save-every", natural, 50, "iterations between checkpoints; 0: only at the end")
+    option("--resume", str, None, "continue this run; options beside it replace the run's")
+    option("--eval", str, None, "evaluate this run's policy (its mode), print mean ± sd and stop")
+    group.add_argument("--video", action="store_true", help="with --eval: also write video.mp4")
+    group.add_argument("--quiet", action="store_true", help="print no status lines")
+
+    group = parser.add_argument_group("sampling")
+    option("--num-envs", count, 4, "N, games (actors) side by side; 4 to 64 usual")
+    group = group.add_mutually_exclusive_group()
+    option("--total-timesteps", count, None, "length of the run in steps of all games together")
+    option("--num-iterations", count, None, "length of the run in iterations")
+
+    group = parser.add_argument_group("network")
+    option("--hidden", count, [64, 64], "widths of the tanh layers", nargs="+")
+    option("--shared-net", bool, False, "policy and value function share the hidden layers")
+    option("--init-log-std", real, 0.0, "log σ of a Gaussian policy at the start; -3 to 0 usual")
+
+    group = parser.add_argument_group("PPO")
+    option("--learning-rate", positive, 2.5e-4, "Adam's step size; 1e-5 to 1e-3 usual")
+    option("--anneal-lr", bool, True, "lower the learning rate linearly to 0 over the run")
+    option("--gamma", fraction, 0.99, "γ, discount per step; 0.9 to 0.9997 usual")
+    option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
+    option("--num-minibatches", count, 4, "B, minibatches per epoch; divides the number of rows")
+    option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
+    option("--norm-adv", bool, True, "normalise advantages to mean 0, deviation 1 per minibatch")
+    option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
+    option("--clip-vloss", bool, False, "clip the change of the value by ε too")
+    option("--ent-coef", coefficient, 0.0, "c_e, weight of the entropy bonus; 0 to 0.01 usual")
+    option("--vf-coef", coefficient, 0.5, "c_v, weight of the value loss; 0.5 to 1 usual")
+    option("--max-grad-norm", positive, 0.5, "clip the gradient to this global norm")
+    option(
+        "--target-kl", positive, None, "end an update once KL(π_old, π) exceeds it; 0.003 to 0.05"
+    )
+
+
+DEFAULTS = {  # levels and steps per actor, coarse to fine
+    "ResSim-v1": {"levels": [3, 4, 5], "num_steps": [80, 10, 5]},
+    "ResSim-v2": {"levels": [3, 4], "num_steps": [140, 15]},
+    "ResSim-v3": {"levels": [3, 4], "num_steps": [60, 15]},
+}
+
+
+def parse_args(argv=None):
+    """Parse and check the command line (default: the program's)."""
+    parser = Parser("ppo_multilevel.py", description="Multilevel PPO for simulations on levels.")
+    env_help = f"{', '.join(CASES)}, path/to/file.py:make or package.module:make (%(default)s)"
+    parser.add_argument("--env", default="ResSim-v1", help=env_help)
+    add_common_arguments(parser)
+    group = parser.add_argument_group("levels")
+    levels_help = "levels to use, coarse to fine; the built-in simulations have a default"
+    group.add_argument("--levels", type=number(int, 1), nargs="+", help=levels_help)
+    steps_help = "T^l, steps per actor and iteration on each level; many coarse, few fine ones"
+    group.add_argument("--num-steps", type=number(int, 1), nargs="+", help=steps_help)
+    eval_help = "level of the evaluation; default: the last of --levels"
+    group.add_argument("--eval-level", type=number(int, 1), help=eval_help)
+    coupling_help = (
+        "step: before each step the partner takes over the fine state, then the fine action (the "
+        "paper's; small differences, but biased); noise: it does so when an episode starts, then "
+        "acts on its own observation with the same noise (unbiased, larger differences) (%(default)s)"
+    )
+    group.add_argument("--coupling", choices=("step", "noise"), default="step", help=coupling_help)
+    parser.set_defaults(num_workers=num_cores(), eval_every=5)
+    parser.set_defaults(num_envs=50, hidden=[150, 100, 80], shared_net=True, init_log_std=-2.9)
+    parser.set_defaults(learning_rate=1e-5, anneal_lr=False, num_minibatches=10, update_epochs=20)
+    parser.set_defaults(clip_coef=0.1, ent_coef=0.001, target_kl=0.05)
+    args = parse_with_run(parser, argv)
+    check_levels(parser, args)
+    for steps in args.num_steps:
+        check_rows(parser, args, args.num_envs * steps)
+    if args.num_iterations is None:
+        total_timesteps = args.total_timesteps or 300 * steps_per_iteration(args)
+        args.num_iterations = max(1, total_timesteps // steps_per_iteration(args))
+    return args
+
+
+def check_levels(parser, args):
+    """Set the built-in simulations' defaults; refuse levels, steps and envs that do not fit."""
+    defaults = DEFAULTS.get(args.env, {"levels": None, "num_steps": None})
+    args.levels = args.levels or defaults["levels"]
+    if args.levels is None:
+        parser.error(f"argument --levels: name the levels of {args.env} to use, coarse to fine")
+    if args.num_steps is None and args.levels == defaults["levels"]:
+        args.num_steps = defaults["num_steps"]
+    if args.num_steps is None or len(args.num_steps) != len(args.levels):
+        parser.error(f"argument --num-steps: give one number per level of {args.levels}")
+    if args.levels != sorted(set(args.levels)):
+        parser.error(f"argument --levels: {args.levels} must rise, coarse to fine")
+    args.eval_level = args.eval_level or args.levels[-1]
+    with option_error(parser, "--env"):
+        load_make(args.env)
+    spaces = []
+    for level in [*args.levels, args.eval_level]:
+        with option_error(
+            parser, "--eval-level" if len(spaces) == len(args.levels) else "--levels"
+        ):
+            env = make_env(args.env, level)
+            check_spaces(env.observation_space, env.action_space)
+            spaces.append((env.observation_space, env.action_space))
+            env.close()
+            if spaces[-1] != spaces[0]:
+                raise ValueError(f"level {level} of {args.env} has other spaces than the first")
+    if args.coupling == "step" and not hasattr(env.unwrapped, "map_from"):
+        print(f"{args.env} has no map_from: partners get common seeds and noise", file=sys.stderr)
+        args.coupling = "noise"
+
+
+def num_cores():
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def steps_per_iteration(args):
+    """Return N Σ_l (T^l + T̃^{l−1}): the steps of all actors, coarse partners included."""
+    return args.num_envs * (2 * sum(args.num_steps) - args.num_steps[0])
+
+
+def parse_with_run(parser, argv):
+    """Parse argv; with --resume or --eval, that run's options are the defaults."""
+    args = parser.parse_args(argv)
+    run_dir, option = args.resume or args.eval, "--resume" if args.resume else "--eval"
+    if run_dir:
+        with option_error(parser, option):
+            options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
+            load_checkpoint(run_dir, "cpu")
+        parser.set_defaults(**options)
+        given = parser.parse_args(argv)
+        if given.total_timesteps != options["total_timesteps"]:
+            given.num_iterations = None  # that of the run followed from its --total-timesteps
+        args = given
+    if args.device not in ("auto", "cpu", "cuda", "mps"):
+        parser.error(f"argument --device: '{args.device}' is none of auto, cpu, cuda, mps")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: there is no cuda device here, use cpu")
+    if args.device == "mps" and not torch.backends.mps.is_available():
+        parser.error("argument --device: there is no mps device here, use cpu")
+    with option_error(parser, "--log-dir"):
+        Path(args.log_dir).mkdir(parents=True, exist_ok=True)
+        if not os.access(args.log_dir, os.W_OK):
+            raise OSError(f"no permission to write to '{args.log_dir}'")
+    if args.run_name and not run_dir and (Path(args.log_dir) / args.run_name).exists():
+        parser.error(f"argument --run-name: '{args.run_name}' is there already, choose another")
+    return args
+
+
+def check_rows(parser, args, num_rows):
+    """Refuse a number of minibatches that does not divide the rows, or leaves too few of them."""
+    rows, remainder = divmod(num_rows, args.num_minibatches)
+    problem = f"argument --num-minibatches: {args.num_minibatches} minibatches of {num_rows} rows"
+    if remainder:
+        parser.error(f"{problem}: the first must divide the second")
+    if rows == 1 and args.norm_adv:
+        parser.error(f"{problem}: --norm-adv needs at least 2 rows in each")
+
+
+@contextmanager
+def option_error(parser, option):
+    """Turn any exception into the one-line error of this option."""
+    try:
+        yield
+    except Exception as error:
+        parser.error(f"argument {option}: {first_line(error)}")
+
+
+def first_line(error):
+    """Return an exception as one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def check_spaces(observation_space, action_space):
+    """Raise ValueError unless the spaces are ones that the model knows."""
+    if not isinstance(observation_space, gym.spaces.Box) or len(observation_space.shape) != 1:
+        raise ValueError(
+            f"observation space {observation_space} is not supported, only Box vectors"
+        )
+    discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
+    vector = isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 1
+    if not discrete and not vector:
+        supported = "only Discrete (from 0) and Box vectors"
+        raise ValueError(f"action space {action_space} is not supported, {supported}")
+
+
+# ------------------------------------------------------------------------------------ reservoirs
+#
+# Shapes: n reservoirs stepped together, (ny, nx) cells, axis 0 = y, axis 1 = x; K fields.
+# Units:  m, days, Pa; permeability k in m², viscosity μ in Pa s; per metre of reservoir thickness,
+#         so rates q and fluxes v are m²/day and volumes are m².
+
+FOOT, DAY, MILLIDARCY = 0.3048, 86400.0, 9.869233e-16  # m, s, m²
+
+
+@dataclass(frozen=True)
+class Case:
+    """A reservoir and its operation: everything that does not depend on the level.
+
+    `grids` are the (ny, nx) of the levels, coarse to fine; the last one is the policy's grid, on
+    which `injectors` and `producers` = ((rows), (columns)) lie. `fields(case, n, seed)` draws n
+    permeability fields (n, ny, nx) [m²] on it. An episode injects `pore_volumes` times the pore
+    space in `control_steps` × `substeps` × `dt` days, or `total_rate` m²/day if that is given.
+    """
+
+    grids: tuple
+    lx: float
+    ly: float
+    injectors: tuple
+    producers: tuple
+    fields: Callable
+    dt: float  # one backward Euler step [days]
+    pore_volumes: float
+    substeps: int = 5
+    control_steps: int = 5
+    porosity: float = 0.2
+    mu_w: float = 3e-4  # viscosity of water and of oil [Pa s]
+    mu_o: float = 3e-4
+    s_wir: float = 0.0  # saturations that cannot be displaced: water, oil
+    s_oir: float = 0.0
+    mobility: str = "linear"  # or "quadratic": relative permeability S or S²
+    total_rate: float | None = None
+    n_fields: int = 16
+
+    @property
+    def linear(self):
+        """Total mobility λ does not depend on the saturation and f(S) = S."""
+        return self.mobility == "linear" and self.mu_w == self.mu_o
+
+    @property
+    def rate(self):
+        """What all injectors together inject, and all producers produce [m²/day]."""
+        pore_volume = self.lx * self.ly * self.porosity
+        days = self.control_steps * self.substeps * self.dt
+        return self.total_rate or self.pore_volumes * pore_volume / days
+
+
+def channel_fields(case, n, seed):
+    """Straight channels, log k (millidarcy) 5.5 in -2, from the left to the right edge.
+
+    Width w ~ U(0.1, 0.3) of ly; its lower side starts and ends at heights ~ U(0, ly - w).
+    Returns (n, ny, nx) in m².
+    """
+    (ny, nx), rng = case.grids[-1], np.random.default_rng(seed)
+    x, y = (np.arange(nx) + 0.5) / nx, (np.arange(ny)[:, None] + 0.5) / ny
+    width, left, right = (u[:, None, None] for u in rng.random((3, n)))
+    width = 0.1 + 0.2 * width
+    above = y - (1 - width) * (left + (right - left) * x)  # (n, ny, nx) height above the lower side
+    return MILLIDARCY * np.exp(np.where((above >= 0) & (above <= width), 5.5, -2.0))
+
+
+def gaussian_fields(case, n, seed, mean=2.41, variance=5.0, lengths=(1.0, 0.1), angle=math.pi / 8):
+    """Gaussian log k (millidarcy), known to be `mean` at the wells.
+
+    Covariance C(h) = variance · exp(-|h'|), h' = h rotated by `angle` [rad, from x to -y] and
+    divided by `lengths` · lx. Drawn on a periodic grid by FFT (circulant embedding, Dietrich &
+    Newsam 1997), then conditioned by simple kriging. Returns (n, ny, nx) in m².
+    """
+    (ny, nx), rng = case.grids[-1], np.random.default_rng(seed)
+    dy, dx = case.ly / ny, case.lx / nx
+    cos, sin = math.cos(angle), math.sin(angle)
+
+    def covariance(hy, hx):
+        along, across = cos * hx - sin * hy, cos * hy + sin * hx
+        return variance * np.exp(-np.hypot(along / lengths[0], across / lengths[1]) / case.lx)
+
+    # Period: domain + 8 longest lengths. C is within 0.4 % of the wanted one (5 lengths: 2 %).
+    pad = 8 * max(lengths) * case.lx
+    my, mx = math.ceil((case.ly + pad) / dy), math.ceil((case.lx + pad) / dx)
+    hy, hx = np.fft.fftfreq(my, 1 / my) * dy, np.fft.fftfreq(mx, 1 / mx) * dx
+    eigenvalues = np.fft.fft2(covariance(hy[:, None], hx)).real.clip(min=0)  # (my, mx)
+    z = np.empty((n, ny, nx))
+    for i in range(0, n, 2):  # real and imaginary part are two independent fields
+        noise = rng.standard_normal((2, my, mx))
+        both = np.fft.fft2(np.sqrt(eigenvalues / eigenvalues.size) * (noise[0] + 1j * noise[1]))
+        z[i] = both.real[:ny, :nx]
+        z[i + 1 : i + 2] = both.imag[:ny, :nx]
+
+    # Kriging: z(x) ← z(x) - C(x, wells) C(wells, wells)⁻¹ z(wells), which is 0 at the wells.
+    rows, cols = np.concatenate([case.injectors, case.producers], axis=1)
+    y, x = np.arange(ny) * dy, np.arange(nx) * dx
+    c_cells = covariance(y[:, None, None] - y[rows], x[:, None] - x[cols])  # (ny, nx, wells)
+    c_wells = covariance(y[rows][:, None] - y[rows], x[cols][:, None] - x[cols])
+    z -= np.einsum("yxw,nw->nyx", c_cells, np.linalg.solve(c_wells, z[:, rows, cols].T).T)
+    return MILLIDARCY * np.exp(mean + z)
+
+
+def streak_fields(case, n, seed):
+    """Thief zones: log k (millidarcy) ~ N(3, 0.3²) per cell, crossed by 2 or 3 streaks of log k 8.
+
+    A streak is one cell wide and runs from a random row on the left to a random row on the right,
+    each cell touching the next with a face. Coarse grids (harmonic means) do not see it.
+    Returns (n, ny, nx) in m².
+    """
+    (ny, nx), rng = case.grids[-1], np.random.default_rng(seed)
+    log_k = rng.normal(3.0, 0.3, (n, ny, nx))
+    for field in log_k:
+        for _ in range(rng.integers(2, 4)):
+            rows = np.rint(np.linspace(*rng.integers(ny, size=2), nx)).astype(int)
+            for col in range(nx):  # from the previous column's row to this one's
+                low, high = sorted(rows[max(col - 1, 0) : col + 1][[0, -1]])
+                field[low : high + 1, col] = 8.0
+    return MILLIDARCY * np.exp(log_k)
+
+
+def _built_in_cases():
+    def edges(rows, nx):  # injectors on the left edge, producers on the right
+        rows = tuple(rows)
+        return {"injectors": (rows, (0,) * len(rows)), "producers": (rows, (nx - 1,) * len(rows))}
+
+    square = {"lx": 1200 * FOOT, "ly": 1200 * FOOT, "dt": 5.0, "pore_volumes": 0.7}
+    grids = tuple((m, m) for m in (8, 16, 32, 64, 128))
+    v1 = Case(grids, fields=channel_fields, **edges(range(2, 128, 4), 128), **square)
+    v3 = Case(grids[:4], fields=streak_fields, **edges(range(1, 64, 2), 64), **square)
+    rows = tuple(range(1, 219, 36))  # injectors in the middle column, producers on both edges
+    wells = {"injectors": (rows, (36,) * 7), "producers": (tuple(sorted(2 * rows)), (0, 72) * 7)}
+    tall = {"lx": 620 * FOOT, "ly": 1820 * FOOT, "dt": 1.0, "pore_volumes": 1.0}
+    v2 = Case(((27, 9), (57, 19), (111, 37), (219, 73)), fields=gaussian_fields, **wells, **tall)
+    return {"ResSim-v1": v1, "ResSim-v2": v2, "ResSim-v3": v3}
+
+
+CASES = _built_in_cases()
+
+
+# Maps between grids ----------------------------------------------------------------------------
+
+
+def partition(n, parts):
+    """Edges (parts + 1,) of n cells cut into parts; the first n mod parts get one cell more."""
+    i = np.arange(parts + 1)
+    return i * (n // parts) + np.minimum(i, n % parts)
+
+
+def coarsen(x, shape, how="mean"):
+    """x (..., ny, nx) on a coarser grid `shape`: "mean", "sum" or "harmonic" mean."""
+    if x.shape[-2:] == tuple(shape):
+        return x.copy()
+    rows, cols = partition(x.shape[-2], shape[0]), partition(x.shape[-1], shape[1])
+    cells = np.diff(rows)[:, None] * np.diff(cols)
+    y = 1 / x if how == "harmonic" else x
+    y = np.add.reduceat(np.add.reduceat(y, rows[:-1], axis=-2), cols[:-1], axis=-1)
+    if how == "sum":
+        return y
+    return cells / y if how == "harmonic" else y / cells
+
+
+def refine(x, shape):
+    """x (..., ny, nx) on a finer grid `shape`: every cell is repeated over the cells in it."""
+    rows = np.diff(partition(shape[0], x.shape[-2]))
+    return x.repeat(rows, axis=-2).repeat(np.diff(partition(shape[1], x.shape[-1])), axis=-1)
+
+
+# The solver: pressure, fluxes, transport ---------------------------------------------------------
+
+
+def mobility(s, case):
+    """Total mobility λ [1/(Pa s)], water's share f of the flow and df/ds at saturations s."""
+    movable = 1 - case.s_wir - case.s_oir
+    power = 1 if case.mobility == "linear" else 2
+    # S = (s - s_wir) / (1 - s_wir - s_oir), λ_w = Sᵐ/μ_w, λ_o = (1 - S)ᵐ/μ_o, m = 1 or 2
+    big_s = (s - case.s_wir) / movable
+    water, oil = big_s**power / case.mu_w, (1 - big_s) ** power / case.mu_o
+    d_water = power * big_s ** (power - 1) / case.mu_w
+    d_oil = -power * (1 - big_s) ** (power - 1) / case.mu_o
+    # λ = λ_w + λ_o, f = λ_w / λ, df/ds = (λ_w' λ_o - λ_w λ_o') / λ² · dS/ds
+    total = water + oil
+    return total, water / total, (d_water * oil - water * d_oil) / (total**2 * movable)
+
+
+def transmissibility(k, lx, ly):
+    """Of the inner faces, (n, ny, nx-1) and (n, ny-1, nx), for k (n, ny, nx) = permeability · λ."""
+    dy, dx = ly / k.shape[-2], lx / k.shape[-1]
+    # T = 2 A / (Δ/k₁ + Δ/k₂): area over distance times the harmonic mean of both cells, per day
+    r = 1 / (DAY * k)
+    tx = 2 * dy / dx / (r[..., :, :-1] + r[..., :, 1:])
+    return tx, 2 * dx / dy / (r[..., :-1, :] + r[..., 1:, :])
+
+
+def factor_pressure(tx, ty):
+    """LU factors of one reservoir's pressure matrix, from tx (ny, nx-1) and ty (ny-1, nx)."""
+    nx = ty.shape[1]
+    east, south = np.pad(tx, ((0, 0), (0, 1))), np.pad(ty, ((0, 1), (0, 0)))
+    diagonal = east + south
+    diagonal[:, 1:] += tx
+    diagonal[1:] += ty
+    diagonal[0, 0] *= 2  # p is free up to a constant: this makes p[0, 0] = 0, since Σ q = 0
+    east, south = -east.ravel()[:-1], -south.ravel()[:-nx]
+    matrix = sparse.diags_array(
+        [south, east, diagonal.ravel(), east, south], offsets=[-nx, -1, 0, 1, nx], format="csc"
+    )
+    matrix.eliminate_zeros()
+    options = {"diag_pivot_thresh": 0, "panel_size": 4, "relax": 2}  # for symmetric matrices
+    return splu(matrix, "MMD_AT_PLUS_A", **options, options={"SymmetricMode": True})
+
+
+def fluxes(p, tx, ty):
+    """vx (n, ny, nx+1), vy (n, ny+1, nx) [m²/day] over all faces; 0 at the outer ones."""
+    n, ny, nx = p.shape
+    vx, vy = np.zeros((n, ny, nx + 1)), np.zeros((n, ny + 1, nx))
+    # v = T (p₁ - p₂), positive towards the larger index
+    np.multiply(tx, p[:, :, :-1] - p[:, :, 1:], out=vx[:, :, 1:-1])
+    np.multiply(ty, p[:, :-1] - p[:, 1:], out=vy[:, 1:-1])
+    return vx, vy
+
+
+def flow_matrix(p, vx, vy, q):
+    """What leaves and enters the cells when every cell's fluid moves along vx, vy and q.
+
+    The cells of each reservoir are ordered by falling pressure. Everything then flows from earlier
+    to later cells, so the upwind matrix is lower triangular, and block-diagonal over reservoirs.
+    Returns the order (n·ny·nx,) and the entries, diagonal first: values, rows, columns.
+    """
+    n, size = len(p), p.size
+    order = np.argsort(-p.reshape(n, -1), axis=1)
+    order = (order + size // n * np.arange(n)[:, None]).ravel()
+    index, rank = np.arange(size, dtype=np.int32), np.empty(size, dtype=np.int32)
+    rank[order] = index
+    rank = rank.reshape(p.shape)
+    leaving = np.maximum(vx[:, :, 1:], 0) - np.minimum(vx[:, :, :-1], 0) - np.minimum(q, 0)
+    leaving += np.maximum(vy[:, 1:], 0) - np.minimum(vy[:, :-1], 0)
+    a = [rank[:, :, :-1].ravel(), rank[:, :-1].ravel()]  # the two cells of every face
+    b = [rank[:, :, 1:].ravel(), rank[:, 1:].ravel()]
+    down = np.concatenate([index, *map(np.maximum, a, b)])
+    up = np.concatenate([index, *map(np.minimum, a, b)])
+    entering = [-np.abs(vx[:, :, 1:-1]).ravel(), -np.abs(vy[:, 1:-1]).ravel()]
+    return order, np.concatenate([leaving.ravel()[order], *entering]), down, up
+
+
+def factor_lower(values, rows, cols):
+    """LU factors of the sparse lower triangular matrix of these entries (none twice)."""
+    matrix = sparse.coo_array((values, (rows, cols)))
+    matrix.has_canonical_format = True  # nothing to sum, and SuperLU needs no sorted columns:
+    matrix = matrix.tocsc()
+    matrix.has_canonical_format = True  # not sorting saves a tenth of the step
+    return splu(matrix, permc_spec="NATURAL", diag_pivot_thresh=0, panel_size=2, relax=1)
+
+
+def transport(s, p, vx, vy, q, pore, case):
+    """Saturations (n, ny, nx) after `case.substeps` backward Euler steps of `case.dt` days.
+
+    s, p, q are (n, ny, nx), vx and vy as `fluxes` returns them, `pore` [m²] is the cells' pore
+    space (number or array). Injected is water only. RuntimeError if Newton does not converge.
+    """
+    movable, n, size = 1 - case.s_wir - case.s_oir, len(s), s.size
+    order, flow, down, up = flow_matrix(p, vx, vy, q)
+    storage = np.broadcast_to(pore * movable / case.dt, s.shape).ravel()[order]
+    source = np.maximum(q, 0).ravel()[order]
+    big_s = ((s.ravel() - case.s_wir) / movable)[order]  # S = (s - s_wir) / movable, ordered
+
+    # Every step solves  storage (S⁺ - S) + flow f(S⁺) = source  for S⁺.
+    if case.linear:  # f(S) = S: one matrix for all steps
+        flow[:size] += storage
+        lu = factor_lower(flow, down, up)
+        for _ in range(case.substeps):
+            big_s = lu.solve(storage * big_s + source)
+    else:
+        # Where f is steepest: a Newton step across this S stops there, and so Newton converges
+        # (Jenny, Tchelepi & Lee 2009, J. Comput. Phys. 228).
+        grid_s = np.linspace(0, 1, 2001)
+        steepest = grid_s[mobility(case.s_wir + movable * grid_s, case)[2].argmax()]
+        throughput = storage + flow[:size]
+        for _ in range(case.substeps):
+            old = big_s
+            for _ in range(200):
+                _, f, df = mobility(case.s_wir + movable * big_s, case)
+                net = np.bincount(down, flow * f[up], size)  # flow f(S)
+                residual = storage * (big_s - old) + net - source
+                error = np.abs(residual / throughput).reshape(n, -1).max(axis=1)
+                if (error < 1e-12).all():
+                    break
+                jacobian = flow * (df * movable)[up]
+                jacobian[:size] += storage
+                new = big_s - factor_lower(jacobian, down, up).solve(residual)
+                new = new.clip(-1e-6, 1 + 1e-6)  # the fluxes' rounding errors need some room
+                new[(big_s - steepest) * (new - steepest) < 0] = steepest
+                # A reservoir that has converged stays as it is, whatever its neighbours do.
+                big_s = np.where(np.repeat(error < 1e-12, size // n), big_s, new)
+            else:
+                raise RuntimeError(f"transport: Newton residual {error.max():.1e} after 200 steps")
+
+    result = np.empty(size)
+    result[order] = case.s_wir + movable * big_s
+    return result.reshape(s.shape)
+
+
+class Grid:
+    """One level of a case: its cells, wells, fields and factored pressure matrices.
+
+    `perm` (K, ny, nx) [m²] lies on this level's or on the finest grid. Shared by all simulations of
+    the level in a process: with constant mobility a field's pressure matrix is factored only once.
+    """
+
+    def __init__(self, case, level, perm):
+        self.case, self.level, self.shape = case, level, case.grids[level - 1]
+        self.perm = coarsen(perm, self.shape, "harmonic")  # (K, ny, nx)
+        self.pore = case.lx * case.ly * case.porosity / math.prod(self.shape)  # [m²] per cell
+        self.oil_in_place = self.pore * math.prod(self.shape) * (1 - case.s_wir)
+        edges = [partition(*sizes) for sizes in zip(case.grids[-1], self.shape)]
+        # The cell (row, col) of this grid that holds each well of the finest grid.
+        self.injectors, self.producers = (
+            tuple(np.searchsorted(e, w, "right") - 1 for e, w in zip(edges, wells))
+            for wells in (case.injectors, case.producers)
+        )
+        self.factored = {}  # field -> (LU factors, tx, ty)
+
+    def solve_pressure(self, field, s, q):
+        """Pressure p [Pa] (ny, nx) with div(-k λ(s) grad p) = q, and tx, ty."""
+        if self.case.linear and field in self.factored:
+            lu, tx, ty = self.factored[field]
+        else:
+            k = self.perm[field] * mobility(s, self.case)[0]
+            tx, ty = transmissibility(k, self.case.lx, self.case.ly)
+            lu = factor_pressure(tx, ty)
+            if self.case.linear:
+                self.factored[field] = lu, tx, ty
+        return lu.solve(q.ravel()).reshape(q.shape), tx, ty
+
+    def rates(self, actions):
+        """phi for a batch: actions (n, injectors + producers) -> q (n, ny, nx) [m²/day]."""
+        n_injectors = len(self.injectors[0])
+        a = actions.clip(0.001, 1)
+        share_in, share_out = a[:, :n_injectors], a[:, n_injectors:]
+        q, i = np.zeros((len(a), *self.shape)), np.arange(len(a))[:, None]
+        # q = total rate · a / Σ a, wells in the same cell add up
+        np.add.at(q, (i, *self.injectors), self.case.rate * share_in / share_in.sum(1)[:, None])
+        np.add.at(q, (i, *self.producers), -self.case.rate * share_out / share_out.sum(1)[:, None])
+        return q
+
+    def observe(self, s, p):
+        """psi for a batch: s, p (n, ny, nx) -> (n, observations), see `ResSim.psi`."""
+        (y_in, x_in), (y_out, x_out) = self.injectors, self.producers
+        p = np.concatenate([p[:, y_out, x_out], p[:, y_in, x_in]], axis=1)
+        low, high = p.min(axis=1, keepdims=True), p.max(axis=1, keepdims=True)
+        p = 1 - 2 * (high - p) / np.maximum(high - low, 1e-300)  # all 1 if there is no difference
+        return np.concatenate([s[:, y_out, x_out].clip(0, 1), p], axis=1)
+
+
+@functools.cache
+def _drawn_fields(case, evaluation):
+    return case.fields(case, case.n_fields, int(evaluation))  # the seed: 0 training, 1 evaluation
+
+
+@functools.cache
+def _shared_grid(case, level, evaluation):
+    return Grid(case, level, _drawn_fields(case, evaluation))
+
+
+class ResSim(gym.Env):
+    """Water displaces oil in one reservoir, simulated on one level; an action sets the wells.
+
+    Single-phase Darcy pressure and two-point fluxes once per control step, then upwind transport
+    (Dixit & ElSheikh, arXiv 2210.08400, section 4). The reward is the oil produced in the control
+    step / oil originally in place. The episode ends (terminated) after `case.control_steps` steps.
+
+    case        a `Case` or a name in CASES
+    level       1 = coarsest .. len(case.grids) = finest (default); spaces are the same on all
+    evaluation  draw from the evaluation fields instead of the training fields
+    perm        own fields (K, ny, nx) [m²] on the finest grid, or on this level's; else ValueError
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 2}
+
+    def __init__(self, case="ResSim-v1", level=None, evaluation=False, perm=None, render_mode=None):
+        self.case = case = CASES[case] if isinstance(case, str) else case
+        level = len(case.grids) if level is None else level
+        if level not in range(1, len(case.grids) + 1):
+            raise ValueError(f"level must be 1..{len(case.grids)}, got {level}")
+        self.evaluation, self.render_mode = evaluation, render_mode
+        if perm is None:
+            self.grid = _shared_grid(case, level, evaluation)
+        else:
+            perm = np.asarray(perm, dtype=np.float64)
+            shapes = [case.grids[level - 1], case.grids[-1]]
+            if perm.ndim != 3 or perm.shape[1:] not in shapes or len(perm) == 0:
+                raise ValueError(
+                    f"perm must be (K, ny, nx), (ny, nx) in {shapes}, not {perm.shape}"
+                )
+            if not (np.isfinite(perm).all() and (perm > 0).all()):
+                raise ValueError("perm must be finite and positive everywhere")
+            self.grid = Grid(case, level, perm)
+        n_in, n_out = len(case.injectors[0]), len(case.producers[0])
+        low = np.r_[np.zeros(n_out), -np.ones(n_out + n_in)].astype(np.float32)
+        self.observation_space = gym.spaces.Box(low, np.float32(1), dtype=np.float32)
+        self.action_space = gym.spaces.Box(0.001, 1, (n_in + n_out,), dtype=np.float32)
+        self.t = None  # control steps since reset
+
+    def reset(self, *, seed=None, options=None):
+        """All oil; a field is drawn, or `options={"field": k}` picks it. Returns psi, info.
+
+        In evaluation a seed picks the field seed mod K, so that consecutive seeds visit all fields.
+        """
+        super().reset(seed=seed)
+        n_fields = len(self.grid.perm)
+        self.field = int(self.np_random.integers(n_fields))
+        if self.evaluation and seed is not None:
+            self.field = seed % n_fields  # the seeds of an evaluation visit every field
+        if options and "field" in options:
+            self.field = int(options["field"])
+            if self.field not in range(n_fields):
+                raise ValueError(f"field must be 0..{n_fields - 1}, got {self.field}")
+        self.s = np.full(self.grid.shape, self.case.s_wir)  # water saturation
+        self.p = np.zeros(self.grid.shape)  # pressure
+        self.t = 0
+        return self.psi().astype(np.float32), {"field": self.field}
+
+    def phi(self, action):
+        """Policy's action, relative rates (injectors, then producers) -> q (ny, nx) [m²/day]."""
+        return self.grid.rates(np.asarray(action, dtype=np.float64)[None])[0]
+
+    def psi(self):
+        """State -> policy's observation: s at producers, p at producers, p at injectors.
+
+        Coarse cells stand for all finest cells in them. p is scaled to [-1, 1] over the wells.
+        """
+        return self.grid.observe(self.s[None], self.p[None])[0]
+
+    def map_from(self, other):
+        """Takes over the state of the same simulation on another (or the same) level.
+
+        Saturation and pressure are means over the cells in a coarser cell, or repeated over those
+        in it; the field is the same one, on this level. ValueError if `other` is another case.
+        """
+        same = self.case == other.case and self.evaluation == other.evaluation
+        if not same or len(self.grid.perm) != len(other.grid.perm) or other.t is None:
+            raise ValueError("map_from needs the same simulation (case, fields), after its reset")
+        change = coarsen if other.grid.level >= self.grid.level else refine
+        self.s, self.p = change(other.s, self.grid.shape), change(other.p, self.grid.shape)
+        self.field, self.t = other.field, other.t
+
+    def step(self, action):
+        """One control step. ValueError: action not finite; RuntimeError: episode over."""
+        obs, rewards, terminated, truncated = self.step_batch([self], np.asarray(action)[None])
+        return obs[0], float(rewards[0]), bool(terminated[0]), bool(truncated[0]), {}
+
+    @staticmethod
+    def step_batch(envs, actions):
+        """One control step of n simulations of one case and level; bitwise as if stepped alone.
+
+        actions (n, n_actions) -> obs (n, n_obs) float32, rewards (n,) float64, terminated (n,),
+        truncated (n,) bool. Nothing is reset.
+        """
+        case, grid = envs[0].case, envs[0].grid
+        actions = np.asarray(actions, dtype=np.float64)
+        if actions.shape != (len(envs), *envs[0].action_space.shape):
+            raise ValueError(f"actions have shape {actions.shape} for {len(envs)} simulations")
+        if not np.isfinite(actions).all():
+            raise ValueError("actions must be finite")
+        if any(env.t is None or env.t >= case.control_steps for env in envs):
+            raise RuntimeError("ResSim: step() before reset() or after the end of the episode")
+        rates = grid.rates(actions)
+        obs, rewards = [], []
+        # So many reservoirs at a time that they stay in the processor's cache: 1.3 to 1.5 times faster.
+        chunk = max(1, 2**13 // rates[0].size)
+        for start in range(0, len(envs), chunk):
+            part, q = envs[start : start + chunk], rates[start : start + chunk]
+            s = np.stack([env.s for env in part])  # (chunk, ny, nx)
+            # One right-hand side per solve: solving several at once rounds differently.
+            solved = [e.grid.solve_pressure(e.field, e.s, q_e) for e, q_e in zip(part, q)]
+            p, tx, ty = (np.stack(arrays) for arrays in zip(*solved))
+            vx, vy = fluxes(p, tx, ty)
+            s_new = transport(s, p, vx, vy, q, grid.pore, case)
+            # Nothing is compressible and all boundaries are closed: oil produced = water gained
+            gained = grid.pore * (s_new - s).reshape(len(part), -1).sum(axis=1)
+            rewards.append(gained / grid.oil_in_place)
+            obs.append(grid.observe(s_new, p).astype(np.float32))
+            for i, env in enumerate(part):
+                env.s, env.p, env.t = s_new[i], p[i], env.t + 1
+        terminated = np.array([env.t >= case.control_steps for env in envs])
+        return np.concatenate(obs), np.concatenate(rewards), terminated, np.zeros(len(envs), bool)
+
+    def render(self):
+        """Picture (height, width, 3) uint8: oil brown, water blue; wells white (in), red (out)."""
+        zoom = math.ceil(256 / self.case.grids[-1][0])
+        share = refine(self.s, self.case.grids[-1])[..., None].clip(0, 1)
+        image = (1 - share) * (84, 52, 30) + share * (44, 123, 214)  # (ny, nx, 3)
+        image = image.repeat(zoom, axis=0).repeat(zoom, axis=1).astype(np.uint8)
+        injectors = [(*well, (255, 255, 255)) for well in zip(*self.case.injectors)]
+        producers = [(*well, (230, 30, 30)) for well in zip(*self.case.producers)]
+        for row, col, colour in injectors + producers:
+            y, x = row * zoom, col * zoom
+            image[max(y - 1, 0) : y + zoom + 1, max(x - 1, 0) : x + zoom + 1] = colour
+        return image
+
+
+def make_ressim(case="ResSim-v1", level=None, **kwargs):
+    """A `ResSim`: the `make(level, ...)` that every simulation with levels provides."""
+    return ResSim(case, level, **kwargs)
+
+
+for _name in CASES:
+    if _name not in gym.registry:  # the script may be __main__ and imported
+        gym.register(_name, entry_point=make_ressim, kwargs={"case": _name})
+
+# ------------------------------------------------------------------------------------ game
+
+
+def load_make(name):
+    """Return the function that makes the simulation `name` at a level."""
+    if name in CASES:
+        return functools.partial(ResSim, name)
+    module, _, function = name.rpartition(":")
+    if not module:
+        raise ValueError(
+            f"no env '{name}'; there are {', '.join(CASES)}, file.py:make, module:make"
+        )
+    if not module.endswith(".py"):
+        return getattr(importlib.import_module(module), function)
+    spec = importlib.util.spec_from_file_location(Path(module).stem, module)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return getattr(loaded, function)
+
+
+def make_env(name, level, **options):
+    """Return the simulation `name` at `level`; its maker gets those `options` that it knows."""
+    make = load_make(name)
+    known = inspect.signature(make).parameters
+    return make(level=level, **{key: options[key] for key in options if key in known})
+
+
+class Game:
+    """One simulation on one level that resets itself and keeps its episode's return and length."""
+
+    def __init__(self, env_id, level, seed, evaluation=False, **options):
+        self.name, self.seed = f"{env_id} level {level}", seed
+        self.env = make_env(env_id, level, evaluation=evaluation, **options)
+        space = self.env.action_space
+        self.bounds = (space.low, space.high) if isinstance(space, gym.spaces.Box) else None
+
+    def reset(self, seed=None):
+        """Start an episode, of the game's current random stream or of a new seed. Return (D,)."""
+        self.episode_return, self.episode_length = 0.0, 0
+        obs, _ = self.env.reset(seed=seed)
+        return obs
+
+    def step(self, action):
+        """Take one step; a bounded Box action is clipped here, never in the log-probability."""
+        if self.bounds is not None:
+            action = np.clip(action, *self.bounds)
+        return self.record(*self.env.step(action)[:4])
+
+    def record(self, obs, reward, terminated, truncated):
+        """Keep the episode's books of a step, start the next episode if this one ended.
+
+        Returns (obs, final_obs, reward, terminated, truncated, episode_return, episode_length):
+        `obs` is what to act on next, the first one of the next episode if this one ended;
+        `final_obs` is where this step led. Return and length are NaN and 0 until an episode ends.
+        """
+        self.episode_return += reward
+        self.episode_length += 1
+        if not (terminated or truncated):
+            return obs, obs, reward, False, False, math.nan, 0
+        episode = self.episode_return, self.episode_length
+        return self.reset(), obs, reward, terminated, truncated and not terminated, *episode
+
+
+def step_games(games, actions):
+    """Step games of one level once, together if their env can. Returns a list of their records."""
+    if games[0].bounds is not None:
+        actions = np.clip(actions, *games[0].bounds)
+    envs = [game.env for game in games]
+    if hasattr(envs[0], "step_batch"):
+        with named(games[0], "step_batch"):
+            outputs = zip(*envs[0].step_batch(envs, actions), strict=True)
+            return [game.record(*output) for game, output in zip(games, outputs, strict=True)]
+    records = []
+    for game, action in zip(games, actions, strict=True):
+        with named(game, "step"):
+            records.append(game.step(action))
+    return records
+
+
+class Games:
+    """The actors `rows` of one worker. Each has a game on every level and, on all levels but the
+    coarsest, its partner one level below.
+
+    The members of an actor are ordered own¹, sync², own², sync³, own³, ...: member 2l is the game of
+    level index l, member 2l − 1 its partner. They live in one process, so that map_from copies no state
+    between processes. The shared arrays have a leading axis of members.
+    """
+
+    def __init__(self, env_id, levels, seeds, evaluation, rows, arrays):
+        self.arrays = {name: array[:, rows] for name, array in arrays.items()}
+        self.games = []
+        for m, member_seeds in enumerate(seeds[:, rows]):
+            level = levels[m // 2]  # member 2l − 1 is one level below member 2l
+            self.games.append([Game(env_id, level, int(seed), evaluation) for seed in member_seeds])
+        self.maps = hasattr(self.games[0][0].env.unwrapped, "map_from")
+
+    def reset(self):
+        """Start all games from their seeds, each partner where its fine game starts."""
+        for m, games in enumerate(self.games):
+            for i, game in enumerate(games):
+                with named(game, "reset"):
+                    self.arrays["obs"][m, i] = game.reset(game.seed)
+        for level in range(1, len(self.games) // 2 + 1):
+            self.start_partners(level, range(len(self.games[0])))
+
+    def start_partners(self, level, actors):
+        """Start an episode of these actors' partners at the start of the fine game's episode."""
+        for i in actors:
+            fine, partner = self.games[2 * level][i], self.games[2 * level - 1][i]
+            if self.maps:
+                partner.reset()
+                continue
+            # Without map_from a common seed is what the two can have in common.
+            seed = int(partner.env.unwrapped.np_random.integers(2**31))
+            self.arrays["obs"][2 * level, i] = fine.reset(seed)
+            self.arrays["obs"][2 * level - 1, i] = partner.reset(seed)
+        if self.maps:
+            self.synchronize(level, actors)
+
+    def synchronize(self, level, actors=None):
+        """Have the partners take over the state of their fine game: ML, Algorithm 5, line 18."""
+        started = time.perf_counter()
+        for i in range(len(self.games[0])) if actors is None else actors:
+            fine, partner = self.games[2 * level][i], self.games[2 * level - 1][i]
+            with named(partner, "map_from"):
+                partner.env.unwrapped.map_from(fine.env.unwrapped)
+                self.arrays["obs"][2 * level - 1, i] = partner.env.unwrapped.psi()
+        self.arrays["seconds"][2 * level - 1, 0] += time.perf_counter() - started
+
+    def step(self, level=0):
+        """Step the games of a level index once, then their partners."""
+        for m in range(2 * level, 2 * level - (2 if level else 1), -1):
+            started = time.perf_counter()
+            records = step_games(self.games[m], self.arrays["actions"][m])
+            for i, record in enumerate(records):
+                for name, value in zip(STEP_OUTPUTS, record, strict=True):
+                    self.arrays[name][m, i] = value
+            self.arrays["seconds"][m, 0] += time.perf_counter() - started
+            self.arrays["steps"][m, 0] += len(records)
+        if level:
+            # Where the fine episode ended, the partner's ends with it and a new pair starts.
+            ended = self.arrays["episode_length"][2 * level] > 0
+            truncated = self.arrays["truncated"][2 * level - 1]
+            truncated |= ended & ~self.arrays["terminated"][2 * level - 1]
+            self.start_partners(level, np.flatnonzero(ended))
+
+    def close(self):
+        """Close all envs."""
+        for game in itertools.chain(*self.games):
+            game.env.close()
+
+
+def members(pool):
+    """Return the list of the pool's members (see Games), each a dict of arrays of all N actors."""
+    count = len(pool.arrays["obs"])
+    return [{name: array[m] for name, array in pool.arrays.items()} for m in range(count)]
+
+
+# The shared arrays that receive what Game.step returns, in its order.
+STEP_OUTPUTS = (
+    *("obs", "final_obs", "rewards", "terminated", "truncated"),
+    *("episode_return", "episode_length"),
+)
+
+
+def array_layout(num_envs, observation_space, action_space):
+    """Return {name: (shape, dtype)} of the arrays that main process and workers share."""
+    N, D = num_envs, observation_space.shape
+    float64, flag = (N,), ((N,), np.bool_)
+    return {
+        "obs": ((N, *D), np.float32),
+        "final_obs": ((N, *D), np.float32),
+        "actions": ((N, *action_space.shape), action_space.dtype),
+        "rewards": (float64, np.float64),
+        "terminated": flag,
+        "truncated": flag,
+        "episode_return": (float64, np.float64),
+        "episode_length": ((N,), np.int64),
+    }
+
+
+# ------------------------------------------------------------------------------------ worker pool
+
+
+class GameError(RuntimeError):
+    """A game or a worker process failed; the first line of the message says which and how."""
+
+
+@contextmanager
+def named(game, doing):
+    """Turn an exception of a game into a GameError with the game's name, seed and traceback."""
+    try:
+        yield
+    except Exception as error:
+        where = f"{game.name} (seed {game.seed}) failed in {doing}: {first_line(error)}"
+        raise GameError(f"{where}\n{traceback.format_exc()}") from None
+
+
+def view(buffers):
+    """Return {name: NumPy array} over the shared {name: (buffer, shape, dtype)}."""
+    return {
+        name: np.frombuffer(buffer, dtype, math.prod(shape)).reshape(shape)
+        for name, (buffer, shape, dtype) in buffers.items()
+    }
+
+
+def worker_process(pipe, make_games, rows, buffers):
+    """Main loop of a worker: make its games, then carry out one command after the other."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    parent = multiprocessing.parent_process().sentinel
+    try:
+        games = make_games(rows, view(buffers))
+        pipe.send(None)
+        while pipe in multiprocessing.connection.wait([pipe, parent]):  # else the parent is gone
+            command, *arguments = pipe.recv()
+            pipe.send(getattr(games, command)(*arguments))
+            if command == "close":
+                return
+    except GameError as error:
+        pipe.send(error)
+    except Exception as error:
+        pipe.send(GameError(f"a worker failed: {first_line(error)}\n{traceback.format_exc()}"))
+
+
+class WorkerPool:
+    """N games in `num_workers` processes, or in this process with 0.
+
+    `make_games(rows, arrays)` makes the games of one worker; its methods are the commands that
+    `call` sends. Observations, actions, rewards and flags stay in `arrays`, which all processes
+    share; only the command and a small answer go through the pipe.
+
+    Raises GameError when a game raises or a worker dies.
+    """
+
+    def __init__(self, make_games, layout, num_envs, num_workers, start_method=None):
+        # A fork shares the memory of all imported libraries, but is safe on Linux only.
+        start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
+        context = multiprocessing.get_context(start_method)
+        buffers = {}
+        for name, (shape, dtype) in layout.items():
+            size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+            buffers[name] = context.RawArray("b", size), shape, dtype
+        self.arrays = view(buffers)
+        self.workers, self.games = [], None
+        if num_workers == 0:
+            self.games = make_games(slice(0, num_envs), self.arrays)
+            return
+        for share in np.array_split(np.arange(num_envs), min(num_workers, num_envs)):
+            pipe, remote = context.Pipe()
+            rows = slice(int(share[0]), int(share[-1]) + 1)
+            arguments = (remote, make_games, rows, buffers)
+            process = context.Process(target=worker_process, args=arguments, daemon=True)
+            process.start()
+            remote.close()
+            self.workers.append((pipe, process))
+        self.receive()
+
+    def call(self, command, *arguments):
+        """Have every worker carry out a command. Return the list of their answers."""
+        if self.games is not None:
+            return [getattr(self.games, command)(*arguments)]
+        for pipe, _ in self.workers:
+            with suppress(BrokenPipeError):  # receive reports a dead worker
+                pipe.send((command, *arguments))
+        return self.receive()
+
+    def receive(self):
+        """Return the answers of all workers; raise the first GameError among them."""
+        answers = []
+        for i, (pipe, process) in enumerate(self.workers):
+            multiprocessing.connection.wait([pipe, process.sentinel])
+            try:
+                if not pipe.poll():
+                    raise EOFError
+                answers.append(pipe.recv())
+            except (EOFError, ConnectionError):
+                process.join()
+                answers.append(GameError(f"worker {i} died with exit code {process.exitcode}"))
+        for answer in answers:
+            if isinstance(answer, GameError):
+                raise answer
+        return answers
+
+    def close(self):
+        """Close the games and end the processes, also those that do not answer."""
+        if self.games is not None:
+            self.games.close()
+        for pipe, _ in self.workers:
+            with suppress(OSError):
+                pipe.send(("close",))
+        for _, process in self.workers:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def check_finite(arrays, where):
+    """Raise GameError if the games' step made an observation or reward that is no number."""
+    for name in ("obs", "final_obs", "rewards"):
+        if not np.isfinite(arrays[name]).all():
+            game = int(np.argwhere(~np.isfinite(arrays[name]))[0][0])
+            raise GameError(f"NaN or infinity in {name} of game {game} at {where}")
+
+
+# ------------------------------------------------------------------------------------ model
+
+
+def layer_init(layer, gain=2**0.5):
+    """Initialise a linear layer: orthogonal weight scaled by `gain`, zero bias."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Categorical(nn.Module):
+    """Policy head for Discrete(n): one logit per action."""
+
+    def __init__(self, features, n):
+        super().__init__()
+        self.n = n
+        self.logits = layer_init(nn.Linear(features, n), 0.01)
+
+    def forward(self, h):
+        """Features (B, F) → log-probabilities (B, n)."""
+        return torch.log_softmax(self.logits(h), dim=-1)
+
+    def noise(self, batch, generator):
+        """Standard Gumbel noise, (batch, n)."""
+        return -torch.empty(batch, self.n).exponential_(generator=generator).log()
+
+    def sample(self, logp, noise):
+        """Gumbel-max: the argmax of log-probability + Gumbel noise has the policy's law. (B,)"""
+        return (logp + noise).argmax(dim=-1)
+
+    def mode(self, logp):
+        """The most probable action, (B,)."""
+        return logp.argmax(dim=-1)
+
+    def log_prob(self, logp, action):
+        """log π(a|s), (B,)."""
+        return logp.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self, logp):
+        """H = −Σ π log π, (B,)."""
+        return -(logp.exp() * logp).sum(dim=-1)
+
+
+class Gaussian(nn.Module):
+    """Policy head for Box(A): mean from the features, one free log σ per action entry."""
+
+    def __init__(self, features, n, init_log_std):
+        super().__init__()
+        self.n = n
+        self.mean = layer_init(nn.Linear(features, n), 0.01)
+        self.log_std = nn.Parameter(torch.full((n,), init_log_std))
+
+    def forward(self, h):
+        """Features (B, F) → mean (B, A)."""
+        return self.mean(h)
+
+    def noise(self, batch, generator):
+        """Standard normal noise, (batch, A)."""
+        return torch.randn(batch, self.n, generator=generator)
+
+    def sample(self, mean, noise):
+        """a = μ + σ ε, (B, A)."""
+        return mean + self.log_std.exp() * noise
+
+    def mode(self, mean):
+        """The most probable action, (B, A)."""
+        return mean
+
+    def log_prob(self, mean, action):
+        """log π(a|s) = −½ Σ ((a − μ)/σ)² − Σ log σ − (A/2) log 2π, (B,)."""
+        z = (action - mean) * torch.exp(-self.log_std)
+        constant = self.log_std.sum() + 0.5 * self.n * math.log(2 * math.pi)
+        return -0.5 * z.square().sum(dim=-1) - constant
+
+    def entropy(self, mean):
+        """H = Σ log σ + (A/2) log 2πe, (B,)."""
+        constant = 0.5 * self.n * math.log(2 * math.pi * math.e)
+        return (self.log_std.sum() + constant).expand(mean.shape[0])
+
+
+class Model(nn.Module):
+    """Policy and value function: tanh layers, orthogonal weights, a head for each."""
+
+    def __init__(self, obs_dim, action_space, hidden, shared_net, init_log_std):
+        super().__init__()
+        self.actor = self.tanh_layers(obs_dim, hidden)
+        self.critic = self.actor if shared_net else self.tanh_layers(obs_dim, hidden)
+        if isinstance(action_space, gym.spaces.Discrete):
+            self.head = Categorical(hidden[-1], int(action_space.n))
+        else:
+            self.head = Gaussian(hidden[-1], action_space.shape[0], init_log_std)
+        self.value = layer_init(nn.Linear(hidden[-1], 1), 1.0)
+
+    @staticmethod
+    def tanh_layers(width, hidden):
+        """Return the tanh layers of widths `hidden` over an input of `width` entries."""
+        layers = []
+        for previous, following in zip([width, *hidden], hidden, strict=False):
+            layers += [layer_init(nn.Linear(previous, following)), nn.Tanh()]
+        return nn.Sequential(*layers)
+
+    def forward(self, obs):
+        """Observations (B, D) → the policy's parameters pi (B, ·) for the head, values (B,)."""
+        h = self.actor(obs)
+        h_value = h if self.critic is self.actor else self.critic(obs)
+        return self.head(h), self.value(h_value).squeeze(-1)
+
+
+# ------------------------------------------------------------------------------------ rollout
+
+
+@torch.no_grad()
+def rollout(model, pool, level, num_steps, coupling, generator):
+    """Take T^l steps with all N actors on a level index (ML, Algorithm 5).
+
+    Returns the buffers [own] of the coarsest level, [own, sync] above, each tensors (T, N, ...): obs,
+    actions, logprobs, values, next_values, rewards, terminated, truncated; and the (return, length) of
+    the level's own episodes that ended.
+    """
+    device = model.value.weight.device
+    pair = [members(pool)[m] for m in ([2 * level, 2 * level - 1] if level else [0])]
+    buffers, episodes = [defaultdict(list) for _ in pair], []
+    for t in range(num_steps):
+        by_step = level > 0 and coupling == "step"
+        if by_step:
+            pool.call("synchronize", level)
+        noise = model.head.noise(len(pair[0]["obs"]), generator).to(device)  # both members'
+        policies = []
+        for arrays in pair:
+            obs = torch.tensor(arrays["obs"], device=device)  # (N, D)
+            pi, values = model(obs)
+            if not (by_step and policies):  # else a partner takes the fine member's action
+                actions = model.head.sample(pi, noise)
+            arrays["actions"][:] = actions.cpu().numpy()
+            policies.append((obs, pi, values, actions))
+        pool.call("step", level)
+        for m, (arrays, policy) in enumerate(zip(pair, policies, strict=True)):
+            check_finite(arrays, f"step {t}, level index {level}{', partner' if m else ''}")
+            # Synchronized at every step, a partner's next row never starts where it went.
+            cut = np.ones_like(arrays["truncated"]) if m and by_step else arrays["truncated"]
+            for name, value in transition(model, arrays, *policy, cut).items():
+                buffers[m][name].append(value)
+        episodes += ended_episodes(pair[0])
+    return [finish(model, *member) for member in zip(pair, buffers, strict=True)], episodes
+
+
+def transition(model, arrays, obs, pi, values, actions, cut):
+    """Return what is stored of one step of all games, tensors (N, ...).
+
+    `cut` (N,) marks the games whose next row does not start where this step led: their next value
+    is that of `final_obs`.
+    """
+    cut = torch.tensor(cut, device=obs.device)
+    next_values = torch.zeros_like(values)
+    if cut.any():
+        _, next_values = model(torch.tensor(arrays["final_obs"], device=obs.device))
+    return {
+        "obs": obs,
+        "actions": actions,
+        "logprobs": model.head.log_prob(pi, actions),
+        "values": values,
+        "next_values": next_values,
+        "cut": cut,
+        "rewards": torch.tensor(arrays["rewards"], dtype=torch.float32, device=obs.device),
+        "terminated": torch.tensor(arrays["terminated"], device=obs.device),
+        "truncated": torch.tensor(arrays["truncated"], device=obs.device),
+    }
+
+
+def finish(model, arrays, buffer):
+    """Stack a buffer's lists to tensors (T, N, ...) and complete V(s_{t+1}), `next_values`."""
+    buffer = {name: torch.stack(rows) for name, rows in buffer.items()}
+    _, last_values = model(torch.tensor(arrays["obs"], device=buffer["obs"].device))
+    following = torch.cat([buffer["values"][1:], last_values.unsqueeze(0)])  # (T, N)
+    buffer["next_values"] = torch.where(buffer.pop("cut"), buffer["next_values"], following)
+    return buffer
+
+
+def ended_episodes(arrays):
+    """Return (return, length) of the games whose episode ended with the last step."""
+    ended = arrays["episode_length"] > 0
+    pairs = zip(arrays["episode_return"][ended], arrays["episode_length"][ended], strict=True)
+    return [(float(episode_return), int(length)) for episode_return, length in pairs]
+
+
+# ------------------------------------------------------------------------------------ GAE
+
+
+def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
+    """Generalized advantage estimation (Schulman et al. 2016). All tensors are (T, N).
+
+    `next_values[t]` is V of the state that step t led to; it counts for nothing where the episode
+    `terminated`. The sum over later steps stops at either kind of end.
+    """
+    for tensor in (values, next_values, terminated, truncated):
+        assert tensor.shape == rewards.shape
+    # GAE, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
+    deltas = rewards + gamma * next_values * ~terminated - values
+    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
+    decay = gamma * gae_lambda * ~(terminated | truncated)
+    advantages = torch.empty_like(rewards)
+    advantage = torch.zeros_like(rewards[0])
+    for t in reversed(range(len(rewards))):
+        advantage = deltas[t] + decay[t] * advantage
+        advantages[t] = advantage
+    return advantages
+
+
+def make_batch(buffer, gamma, gae_lambda):
+    """Add advantages and returns to a buffer and flatten it: (T, N, ...) → (T·N, ...)."""
+    names = ("rewards", "values", "next_values", "terminated", "truncated")
+    advantages = gae(*(buffer[name] for name in names), gamma, gae_lambda)
+    columns = {name: buffer[name] for name in ("obs", "actions", "logprobs", "values")}
+    columns |= {"advantages": advantages, "returns": advantages + buffer["values"]}
+    return {name: column.flatten(0, 1) for name, column in columns.items()}
+
+
+# ------------------------------------------------------------------------------------ losses
+
+
+def losses(model, batch, clip_coef, clip_vloss):
+    """PPO's loss terms, row by row.
+
+    `batch` holds obs (M, D), actions (M, ...), logprobs, values, advantages, returns (M,). Returns
+    pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,).
+    """
+    pi, values = model(batch["obs"])
+    logratio = model.head.log_prob(pi, batch["actions"]) - batch["logprobs"]
+    advantages, returns = batch["advantages"], batch["returns"]
+    assert logratio.shape == values.shape == advantages.shape == returns.shape
+    # PPO, Eq. (7): −min(r_t Â_t, clip(r_t, 1−ε, 1+ε) Â_t)
+    ratio = logratio.exp()
+    clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
+    # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
+    v_loss = 0.5 * (values - returns).square()
+    if clip_vloss:
+        change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
+        v_loss = torch.max(v_loss, 0.5 * (batch["values"] + change - returns).square())
+    return pg_loss, v_loss, model.head.entropy(pi), logratio
+
+
+# ------------------------------------------------------------------------------------ update
+
+
+def signed_weights(num_steps, num_envs, num_minibatches):
+    """Return a minibatch's weights, rows as `minibatches` gives them: ML, Algorithm 4, line 16.
+
+    A row of level l's own games weighs +S/M^l, one of the partners −S/M^l, S = the number of rows:
+    the mean of the weighted rows is the telescoping sum. One level alone has weights of 1.
+    """
+    sizes = [num_envs * T // num_minibatches for T in num_steps]  # M^l
+    total = 2 * sum(sizes) - sizes[0]
+    weights = [torch.full((sizes[0],), total / sizes[0])]
+    for M in sizes[1:]:
+        weights += [torch.full((M,), -total / M), torch.full((M,), total / M)]
+    return torch.cat(weights)  # (S,)
+
+
+def minibatches(num_steps, num_envs, num_minibatches, generator):
+    """Return the row numbers of an epoch's minibatches, (B, S): ML, Algorithm 6.
+
+    The rows of all members lie one after the other: own¹, sync², own², sync³, own³, ... A minibatch has
+    M^l rows of level l, the partner's rows being those of the same actors and steps.
+    """
+    rows, start = [], 0
+    for level, T in enumerate(num_steps):
+        shuffled = torch.randperm(num_envs * T, generator=generator).view(num_minibatches, -1)
+        for _ in range(2 if level else 1):
+            rows.append(shuffled + start)
+            start += num_envs * T
+    return torch.cat(rows, dim=1)
+
+
+def update(model, optimizer, batch, args, generator):
+    """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
+    seen = []
+    weights = signed_weights(args.num_steps, args.num_envs, args.num_minibatches)
+    weights = weights.to(batch["obs"].device)
+    coarsest = args.num_envs * args.num_steps[0] // args.num_minibatches  # M^1
+    for _ in range(args.update_epochs):
+        rows = minibatches(args.num_steps, args.num_envs, args.num_minibatches, generator)
+        for mb_rows in rows:  # (S,)
+            mb = {name: column[mb_rows] for name, column in batch.items()}
+            if args.norm_adv:
+                # One affine map for all levels, from the coarsest level's many rows.
+                advantages = mb["advantages"]
+                own = advantages[:coarsest]
+                mb["advantages"] = (advantages - own.mean()) / (own.std() + 1e-8)
+            pg_loss, v_loss, entropy, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
+            # ML, Algorithm 4: loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}]
+            loss = (weights * (pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy)).mean()
+            terms = [(weights * term).mean() for term in (pg_loss, v_loss, entropy)]
+            seen.append(torch.stack([*terms, *policy_change(logratio, args.clip_coef)]).detach())
+            if args.target_kl is not None and seen[-1][3] > args.target_kl:
+                return summary(seen)
+            step(model, optimizer, loss, args.max_grad_norm)
+    return summary(seen)
+
+
+def policy_change(logratio, clip_coef):
+    """Return approx_kl and clipfrac, the share of rows whose ratio is beyond 1 ± ε."""
+    ratio = logratio.exp()
+    # E[r − 1 − log r] estimates KL(π_old, π) without bias and is never negative.
+    approx_kl = (ratio - 1 - logratio).mean()
+    return approx_kl, ((ratio - 1).abs() > clip_coef).float().mean()
+
+
+def step(model, optimizer, loss, max_grad_norm):
+    """One step of the optimizer down the clipped gradient of the loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    optimizer.step()
+
+
+def summary(seen):
+    """Return the mean over an update's minibatches of each quantity, {name: float}."""
+    names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")
+    return dict(zip(names, torch.stack(seen).mean(dim=0).tolist(), strict=True))
+
+
+def explained_variance(values, returns):
+    """1 − Var(R − V) / Var(R): 1 is a perfect value function, 0 no better than a constant."""
+    variance = returns.var()
+    return float(1 - (returns - values).var() / variance) if variance > 0 else math.nan
+
+
+# ------------------------------------------------------------------------------------ evaluation
+
+
+@torch.no_grad()
+def evaluate(model, pool, arrays, max_steps=100_000):
+    """Play one whole episode with the policy's mode in every game. Return the returns, (E,).
+
+    Raises GameError if an episode takes more than `max_steps` steps.
+    """
+    device = model.value.weight.device
+    pool.call("reset")
+    returns = np.full(len(arrays["rewards"]), math.nan)
+    for _ in range(max_steps):
+        pi, _ = model(torch.tensor(arrays["obs"], device=device))
+        arrays["actions"][:] = model.head.mode(pi).cpu().numpy()
+        pool.call("step")
+        first = np.isnan(returns)
+        returns[first] = arrays["episode_return"][first]
+        if not np.isnan(returns).any():
+            return returns
+    raise GameError(f"evaluation: an episode has not ended after {max_steps} steps")
+
+
+# ------------------------------------------------------------------------------------ run folder
+
+
+class Logger:
+    """Writes a run's folder: config.json, progress.csv, TensorBoard events; prints status lines."""
+
+    def __init__(self, run_dir, args, columns, last_iteration=0):
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, only training needs it
+
+        self.columns, self.args, self.last_iteration = columns, args, last_iteration
+        self.start, self.rows = time.perf_counter(), []
+        config = {"options": vars(args), "command": sys.argv, "versions": versions()}
+        (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        self.events = SummaryWriter(str(run_dir))
+        path = run_dir / "progress.csv"
+        rows = list(csv.DictReader(path.open())) if last_iteration else []
+        self.csv = path.open("w", newline="")
+        self.writer = csv.DictWriter(self.csv, columns)
+        self.writer.writeheader()
+        self.writer.writerows(row for row in rows if int(row["iteration"]) <= last_iteration)
+
+    def write(self, row, **scalars):
+        """Log an iteration: `row` to progress.csv and TensorBoard, {tag: value} to the latter."""
+        self.rows.append(row)
+        self.writer.writerow({name: row.get(name) for name in self.columns})
+        self.csv.flush()
+        for name in ("episodic_return", "episodic_length", "eval_return", "learning_rate", "sps"):
+            scalars[f"charts/{'SPS' if name == 'sps' else name}"] = row.get(name)
+        for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"):
+            scalars[f"losses/{name}"] = row.get(name)
+        scalars["losses/explained_variance"] = row.get("explained_variance")
+        for tag, value in scalars.items():
+            if value is not None and math.isfinite(value):
+                self.events.add_scalar(tag, value, row["global_step"])
+        if not self.args.quiet:
+            print(self.status(row), flush=True)
+
+    def status(self, row):
+        """Return the status line of an iteration."""
+        iteration, total = row["iteration"], self.args.num_iterations
+        seconds = (time.perf_counter() - self.start) / max(1, iteration - self.last_iteration)
+        minutes, seconds = divmod(int(seconds * (total - iteration)), 60)
+        line = f"update {iteration}/{total}  steps {row['global_step']:,}"
+        for name, form in {"sps": ",", "episodic_return": ".4g", "eval_return": ".4g"}.items():
+            line += f"  {name} {row[name]:{form}}" if row.get(name) is not None else ""
+        return f"{line}  ETA {minutes}:{seconds:02d}"
+
+    def close(self):
+        """Close the files."""
+        self.csv.close()
+        self.events.close()
+
+
+def versions():
+    """Return the versions that a run's numbers depend on."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+    except OSError:  # no git here
+        commit = None
+    packages = {"torch": torch.__version__, "gymnasium": gym.__version__, "numpy": np.__version__}
+    return {"python": platform.python_version(), **packages, "git_commit": commit}
+
+
+def make_run_dir(args, script):
+    """Create and return the run's folder; raises FileExistsError if it is there already."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    name = args.run_name or f"{args.env}__{script}__{args.seed}__{stamp}"
+    run_dir = Path(args.log_dir) / re.sub(r"[^\w.-]+", "_", name)
+    run_dir.mkdir()
+    return run_dir
+
+
+def save_checkpoint(run_dir, model, optimizer, generator, counters):
+    """Write RUN_DIR/checkpoint.pt atomically: whoever dies here leaves the old one whole."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state |= {"generator": generator.get_state(), "counters": counters}
+    partial = run_dir / "checkpoint.partial"
+    torch.save(state, partial)
+    os.replace(partial, run_dir / "checkpoint.pt")
+
+
+def load_checkpoint(run_dir, device="cpu"):
+    """Read RUN_DIR/checkpoint.pt: tensors and plain values, no code runs from the file."""
+    return torch.load(Path(run_dir) / "checkpoint.pt", map_location=device, weights_only=True)
+
+
+def restore(run_dir, model, optimizer, generator):
+    """Set model, optimizer and generator to their state in the checkpoint. Return its counters."""
+    state = load_checkpoint(run_dir, model.value.weight.device)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    generator.set_state(state["generator"].cpu())
+    return state["counters"]
+
+
+class StopRequest:
+    """Ctrl-C or SIGTERM: finish the iteration, save, stop. A second one stops at once."""
+
+    def __enter__(self):
+        self.signal, self.handlers = None, {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self)
+        return self
+
+    def __call__(self, number, frame):
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+        print("stopping after this iteration; once more to stop now", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_):
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+
+# ------------------------------------------------------------------------------------ train
+
+COLUMNS = (
+    "iteration global_step wall_seconds sim_seconds sim_cost rollout_seconds update_seconds sps "
+    "episodic_return episodic_length eval_return "
+    "policy_loss value_loss entropy approx_kl clipfrac explained_variance learning_rate"
+).split()
+
+
+def make_model(args):
+    """Return the Model for the env's spaces, its weights drawn from torch's global generator."""
+    env = make_env(args.env, args.levels[-1])
+    obs_dim, action_space = env.observation_space.shape[0], env.action_space
+    env.close()
+    model = Model(obs_dim, action_space, args.hidden, args.shared_net, args.init_log_std)
+    return model.to("cpu" if args.device == "auto" else args.device)
+
+
+EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every run
+
+
+def make_eval_pool(args):
+    """Return the pool of evaluation games, stepped in this process."""
+    seeds = EVAL_SEED + np.arange(args.eval_episodes)
+    return make_pool(args, [args.eval_level], seeds[np.newaxis], 0, evaluation=True)
+
+
+def make_pool(args, levels, seeds, num_workers, evaluation=False):
+    """Return the pool of actors on the levels, with a seed per member and actor (2L − 1, N)."""
+    env = make_env(args.env, levels[0])
+    layout = array_layout(seeds.shape[1], env.observation_space, env.action_space)
+    # What each worker has spent on simulating a member, in the entry of its first actor.
+    layout |= {name: ((seeds.shape[1],), np.float64) for name in ("seconds", "steps")}
+    layout = {name: ((len(seeds), *shape), dtype) for name, (shape, dtype) in layout.items()}
+    env.close()
+    games = functools.partial(Games, args.env, levels, seeds, evaluation)
+    return WorkerPool(games, layout, seeds.shape[1], num_workers)
+
+
+def train(args):
+    """Train as `args` say. Returns a namespace: run_dir, model, optimizer, history (logged rows),
+    signal (the one that stopped the run, or None).
+
+    Raises GameError when a game or a worker fails, after saving the last complete iteration.
+    """
+    torch.set_num_threads(1)  # more threads only slow a small network down
+    torch.manual_seed(args.seed)
+    model = make_model(args)
+    optimizer = torch.optim.Adam(model.parameters(), args.learning_rate, eps=1e-5)
+    generator = torch.Generator().manual_seed(args.seed)
+    counters = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0}
+    counters |= {"sim_seconds": 0.0, "sim_cost": 0.0}
+    run_dir = Path(args.resume) if args.resume else make_run_dir(args, "ppo_multilevel")
+    if args.resume:
+        counters = restore(run_dir, model, optimizer, generator)
+    # A resumed run starts new episodes, so their seeds depend on where it starts.
+    num_levels = len(args.levels)
+    shape = 2 * num_levels - 1, args.num_envs
+    seeds = np.random.SeedSequence([args.seed, counters["iteration"]])
+    seeds = seeds.generate_state(shape[0] * shape[1]).reshape(shape)
+    recent = [deque(maxlen=100) for _ in args.levels]
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        logger = stack.enter_context(closing(Logger(run_dir, args, COLUMNS, counters["iteration"])))
+        pool = stack.enter_context(closing(make_pool(args, args.levels, seeds, args.num_workers)))
+        eval_pool = stack.enter_context(closing(make_eval_pool(args)))
+        pool.call("reset")
+        if args.eval_every and counters["iteration"] == 0:
+            returns = evaluate(model, eval_pool, members(eval_pool)[0])
+            logger.write(counters | {"eval_return": returns.mean()})
+        # One step of the finest level is the unit of sim_cost.
+        finest = members(pool)[-1]
+        if args.eval_level != args.levels[-1]:
+            finest = members(eval_pool)[0]
+            for _ in range(2):  # the first evaluation may include what is done only once
+                finest["seconds"][:], finest["steps"][:] = 0, 0
+                evaluate(model, eval_pool, finest)
+        while counters["iteration"] < args.num_iterations and stop.signal is None:
+            started = time.perf_counter()
+            simulated = pool.arrays["seconds"].sum()
+            if args.anneal_lr:
+                progress = counters["iteration"] / args.num_iterations
+                optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - progress)
+            batches = []
+            try:
+                for level, num_steps in enumerate(args.num_steps):
+                    buffers, episodes = rollout(
+                        model, pool, level, num_steps, args.coupling, generator
+                    )
+                    batches += [make_batch(b, args.gamma, args.gae_lambda) for b in buffers[::-1]]
+                    recent[level] += episodes
+            except GameError:  # the last iteration is complete: keep it
+                save_checkpoint(run_dir, model, optimizer, generator, counters)
+                raise
+            batch = {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
+            rolled_out = time.perf_counter()
+            row = update(model, optimizer, batch, args, generator)
+
+            seconds = time.perf_counter() - started
+            counters["iteration"] += 1
+            counters["global_step"] += len(batch["obs"])
+            counters["wall_seconds"] += seconds
+            sim_seconds = float(pool.arrays["seconds"].sum() - simulated)
+            counters["sim_seconds"] += sim_seconds
+            counters["sim_cost"] += sim_seconds / (finest["seconds"].sum() / finest["steps"].sum())
+            row |= counters | episode_means(recent[-1])
+            row |= {"sps": round(len(batch["obs"]) / seconds)}
+            row["rollout_seconds"] = rolled_out - started
+            row["update_seconds"] = seconds - row["rollout_seconds"]
+            row["explained_variance"] = explained_variance(
+                batches[0]["values"], batches[0]["returns"]
+            )
+            row["learning_rate"] = optimizer.param_groups[0]["lr"]
+            if stop.signal is not None or is_due(counters["iteration"], args.save_every, args):
+                save_checkpoint(run_dir, model, optimizer, generator, counters)
+            if args.eval_every and is_due(counters["iteration"], args.eval_every, args):
+                row["eval_return"] = evaluate(model, eval_pool, members(eval_pool)[0]).mean()
+            logger.write(row)
+    if not args.quiet:
+        print(f"run folder: {run_dir}")
+    result = {"run_dir": run_dir, "model": model, "optimizer": optimizer, "history": logger.rows}
+    return SimpleNamespace(**result, signal=stop.signal)
+
+
+def is_due(iteration, every, args):
+    """Whether something done every so many iterations, and after the last one, is due."""
+    return iteration == args.num_iterations or (every > 0 and iteration % every == 0)
+
+
+def episode_means(episodes):
+    """Return the mean return and length of (return, length) pairs; NaN where there are none."""
+    means = np.mean(episodes, axis=0) if episodes else (math.nan, math.nan)
+    return {"episodic_return": float(means[0]), "episodic_length": float(means[1])}
+
+
+def evaluate_run(args):
+    """Evaluate the checkpoint of a run, as --eval says. Returns the returns, (E,)."""
+    model = make_model(args)
+    model.load_state_dict(load_checkpoint(args.eval)["model"])
+    with closing(make_eval_pool(args)) as pool:
+        returns = evaluate(model, pool, members(pool)[0])
+    print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {len(returns)} episodes")
+    if args.video:
+        options = {"evaluation": True, "render_mode": "rgb_array"}
+        game = Game(args.env, args.eval_level, EVAL_SEED, **options)
+        print(f"video: {record_video(Path(args.eval) / 'video.mp4', model, game)}")
+    return returns
+
+
+@torch.no_grad()
+def record_video(path, model, game):
+    """Play one episode with the policy's mode, write its pictures to `path`. Returns the path."""
+    import cv2
+
+    obs, length, pictures = game.reset(game.seed), 0, []
+    while length == 0:
+        pictures.append(game.env.render())
+        pi, _ = model(torch.tensor(obs, dtype=torch.float32).unsqueeze(0))
+        obs, *_, length = game.step(model.head.mode(pi)[0].numpy())
+    height, width, _ = pictures[0].shape
+    fps = game.env.metadata.get("render_fps", 30)
+    video = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), fps, (width, height))
+    for picture in pictures:
+        video.write(np.ascontiguousarray(picture[..., ::-1]))
+    video.release()
+    return path
+
+
+def main():
+    """Run the command line. Returns the exit code."""
+    args = parse_args()
+    try:
+        result = evaluate_run(args) if args.eval else train(args)
+    except GameError as error:
+        print(f"ppo_multilevel.py: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    stopped_by = getattr(result, "signal", None)
+    return 128 + stopped_by if stopped_by else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
