@@ -1636,7 +1636,7 @@ def train(args):
     torch.set_num_threads(1)  # more threads only slow a small network down
     torch.manual_seed(args.seed)
     model = make_model(args)
-    optimizer = torch.optim.Adam(model.parameters(), args.learning_rate, eps=1e-5)
+    optimizer = torch.optim.Adam(model.parameters(), args.learning_rate, eps=1e-5, fused=True)
     generator = torch.Generator().manual_seed(args.seed)
     counters = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0}
     counters |= {"sim_seconds": 0.0, "sim_cost": 0.0}

@@ -1,0 +1,103 @@
+"""Learning runs on the reservoir simulations, recorded for the README.
+
+    python tests/benchmarks/learn_ressim.py --jobs 2            # all of them: hours
+    python tests/benchmarks/learn_ressim.py --runs v1-3level    # one of them
+    python tests/benchmarks/learn_ressim.py --collect           # copy finished runs to results/
+
+Every run has one core (--num-workers 0). `--collect` writes results/ressim/<run>__<seed>.csv, the
+rows with an evaluation, and results/ressim/runs.json, the commands, versions and machine.
+"""
+
+import argparse
+import concurrent.futures
+import csv
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNS_DIR = Path(os.environ.get("RUNS_DIR", ROOT / "runs" / "learn_ressim"))
+RESULTS = Path(__file__).parent / "results" / "ressim"
+
+# The paper's hyper-parameters; its value loss has no 1/2, so that its 0.5 is our 1.0.
+PAPER = (
+    "--num-envs 50 --num-minibatches 10 --update-epochs 20 --clip-coef 0.1 --ent-coef 0.001 "
+    "--vf-coef 1.0 --target-kl 0.05 --coupling step --eval-every 5 --num-workers 0 "
+)
+V1 = PAPER + "--env ResSim-v1 --learning-rate 1e-5 --num-iterations 300 --eval-level 5 "
+V3 = PAPER + "--env ResSim-v3 --learning-rate 3e-5 --num-iterations 150 --eval-level 4 "
+RUNS = {
+    "v1-3level": V1 + "--levels 3 4 5 --num-steps 80 10 5",
+    "v1-16": V1 + "--levels 2 --num-steps 50",
+    "v1-8": V1 + "--levels 1 --num-steps 50",
+    "v1-32": V1 + "--levels 3 --num-steps 50",
+    "v1-1level": V1 + "--levels 5 --num-steps 50",
+    "v3-64": V3 + "--levels 4 --num-steps 50",
+    "v3-step": V3 + "--levels 3 4 --num-steps 70 5",
+    "v3-32": V3 + "--levels 3 --num-steps 50",
+    "v3-16": V3 + "--levels 2 --num-steps 50",
+    "v3-8": V3 + "--levels 1 --num-steps 50",
+    "v1-2level": V1 + "--levels 4 5 --num-steps 70 5",
+    "v1-64": V1 + "--levels 4 --num-steps 50",
+    "v3-noise": V3 + "--levels 3 4 --num-steps 60 15 --update-epochs 5 --coupling noise",
+}
+COLUMNS = ("iteration", "global_step", "wall_seconds", "sim_seconds", "sim_cost")
+COLUMNS += ("episodic_return", "eval_return", "approx_kl", "explained_variance")
+
+
+def command(name, seed):
+    """Return the command line of a run, without the folders."""
+    return ["ppo_multilevel.py", *RUNS[name].split(), "--seed", str(seed)]
+
+
+def run(name, seed):
+    """Carry out one run, one thread."""
+    where = ["--log-dir", str(RUNS_DIR), "--run-name", f"{name}__{seed}", "--quiet"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    call = [sys.executable, "-W", "ignore", *command(name, seed), *where]
+    return subprocess.run(call, cwd=ROOT, env=environment).returncode
+
+
+def collect():
+    """Copy what the finished runs have logged at their evaluations to RESULTS."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    runs = {}
+    for run_dir in sorted(RUNS_DIR.iterdir()):
+        name, seed = run_dir.name.split("__")
+        with (run_dir / "progress.csv").open() as file:
+            rows = [row for row in csv.DictReader(file) if row["eval_return"]]
+        with (RESULTS / f"{run_dir.name}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+        config = json.loads((run_dir / "config.json").read_text())
+        runs[run_dir.name] = {
+            "command": " ".join(["python", *command(name, seed)]),
+            "versions": config["versions"],
+            "iterations": int(rows[-1]["iteration"]),
+        }
+    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "runs side by side": 2}
+    (RESULTS / "runs.json").write_text(json.dumps({"machine": machine, "runs": runs}, indent=1))
+
+
+def main():
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--collect", action="store_true", help="only copy finished runs")
+    args = parser.parse_args()
+    if not args.collect:
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as executor:
+            for name in args.runs:
+                for seed in args.seeds:
+                    executor.submit(run, name, seed)
+    collect()
+
+
+if __name__ == "__main__":
+    main()
