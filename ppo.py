@@ -160,6 +160,8 @@ def parse_with_run(parser, argv):
         with option_error(parser, option):
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
             load_checkpoint(run_dir, "cpu")
+        for name in ("resume", "eval", "video", "quiet", "log_dir", "run_name"):
+            options.pop(name)
         parser.set_defaults(**options)
         given = parser.parse_args(argv)
         if given.total_timesteps != options["total_timesteps"]:
@@ -336,8 +338,8 @@ def view(buffers):
 
 def worker_process(pipe, make_games, rows, buffers):
     """Main loop of a worker: make its games, then carry out one command after the other."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process to handle
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):  # these are for the main process to handle
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process().sentinel
     try:
         games = make_games(rows, view(buffers))
@@ -780,12 +782,14 @@ class Logger:
     def status(self, row):
         """Return the status line of an iteration."""
         iteration, total = row["iteration"], self.args.num_iterations
-        seconds = (time.perf_counter() - self.start) / max(1, iteration - self.last_iteration)
-        minutes, seconds = divmod(int(seconds * (total - iteration)), 60)
         line = f"update {iteration}/{total}  steps {row['global_step']:,}"
         for name, form in {"sps": ",", "episodic_return": ".4g", "eval_return": ".4g"}.items():
             line += f"  {name} {row[name]:{form}}" if row.get(name) is not None else ""
-        return f"{line}  ETA {minutes}:{seconds:02d}"
+        done = iteration - self.last_iteration
+        if done > 0:
+            seconds = (time.perf_counter() - self.start) / done * (total - iteration)
+            line += f"  ETA {seconds // 60:.0f}:{seconds % 60:02.0f}"
+        return line
 
     def close(self):
         """Close the files."""
@@ -805,10 +809,12 @@ def versions():
 
 
 def make_run_dir(args, script):
-    """Create and return the run's folder; raises FileExistsError if it is there already."""
+    """Create and return the run's folder; raises FileExistsError if --run-name is taken."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name = args.run_name or f"{args.env}__{script}__{args.seed}__{stamp}"
     run_dir = Path(args.log_dir) / re.sub(r"[^\w.-]+", "_", name)
+    while run_dir.exists() and not args.run_name:  # another run began in the same second
+        run_dir = run_dir.with_name(run_dir.name + "_")
     run_dir.mkdir()
     return run_dir
 

@@ -5,37 +5,38 @@
     python ppo_multilevel.py --env my_simulation.py:make --levels 1 2 --num-steps 40 10
     tensorboard --logdir runs
 
-This is `ppo.py` with a simulation on L levels, coarse to fine. Per iteration N actors take many steps
-T^1 on the coarsest and few, T^L, on the finest. On each level l > 1 a partner simulation on level l−1
-follows the fine one, so that the difference of the two can be averaged from few samples. The sum of
-these differences telescopes to the loss of the finest level (multilevel Monte Carlo).
+This is `ppo.py` with a simulation on L levels, coarse to fine. Per iteration N actors take many
+steps T^1 on the coarsest and few, T^L, on the finest. On each level l > 1 a partner simulation on
+level l−1 follows the fine one, so that few samples tell their difference. The sum of the coarsest
+level's loss and these differences telescopes to the finest level's loss (multilevel Monte Carlo).
 
-Papers: "ML" is Dixit & ElSheikh 2022, Robust optimal well control using an adaptive multigrid
-reinforcement learning framework (arXiv 2210.08400), and its algorithms as printed in "Implementation
-of multilevel PPO"; "PPO" is arXiv 1707.06347, "GAE" is arXiv 1506.02438, see `ppo.py`.
+Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400) as its author printed it
+in "Implementation of multilevel PPO in Stable Baselines 3" (2023), by the numbers of its
+algorithms; "PPO" is arXiv 1707.06347 and "GAE" is arXiv 1506.02438, see `ppo.py`.
 
     δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                             GAE, Eq. (12)
     Â_t = δ_t + γλ (1 − done_t) Â_{t+1},   R_t = Â_t + V(s_t)                        GAE, Eq. (16)
     r_t(θ) = π_θ(a_t|s_t) / π_old(a_t|s_t)                                           PPO, Sec. 3
-    ℓ = −min(r_t Â_t, clip(r_t, 1−ε, 1+ε) Â_t) + c_v ½ (V_θ(s_t) − R_t)² − c_e H     PPO, Eq. (7, 9)
-    loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}],  ℓ̃^0 = 0                                          ML, Algorithm 4
+    ℓ = −min(r_t Â_t, clip(r_t, 1−ε, 1+ε) Â_t) + c_v ½ (V_θ(s_t) − R_t)² − c_e H  PPO, Eq. (7, 9)
+    loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}],  ℓ̃^0 = 0                                      ML, Algorithm 4
 
-The loss is a signed, weighted sum: a row that a level's own simulation gave has weight +1/M^l, a row
-of its coarse partner −1/M^l. So a minibatch is one forward pass over all rows, and with one level
-the script is `ppo.py`, bit for bit.
+The loss is a signed, weighted sum: a row of a level's own simulation weighs +1/M^l, a row of its
+coarse partner −1/M^l. So a minibatch is one forward pass over all rows, and with one level the
+script is `ppo.py`, bit for bit.
 
-Departures from print, all of them needed: Algorithm 3 prints L_a without its minus sign and the
-entropy term as −C_e L_now; Algorithm 4's text prints N T^l ≤ M^l for ≥; Algorithm 5 prints map_from
-after the fine step and assigns ã twice. Both members of a pair must start from the same state, so the
-coarse one is mapped before the fine step, and it takes the same action a^L.
-Departures from the authors' code: each level keeps its own stream of episodes; a coarse partner's
-values come from its own observations; one normaliser of advantages serves all levels, because a
-normaliser per level would erase the differences that the method adds up.
+Departures from print: Algorithm 3 prints L_a without its minus sign and the entropy term as
+−C_e L_now; Algorithm 4's text prints N T^l ≤ M^l for ≥; Algorithm 5 prints map_from after the fine
+step and assigns ã twice: both members of a pair must start from the same state, so the coarse one
+is mapped before the fine step, and takes the same action a^L.
+Departures from the author's code: each level keeps its own stream of episodes; a partner's values
+come from its own observations; one normaliser of advantages serves all levels, since one for each
+level would erase the differences that the method adds up.
 
 A simulation is a function `make(level, evaluation=False)` that returns a Gymnasium env whose spaces
-are the policy's (the finest level's) on every level. The env owns `psi()` (its state → the policy's
-observation), `phi(action)` (the policy's action → its own) and `map_from(other)` (take over the state
-of the same simulation on another level). `step_batch(envs, actions)` is optional: it steps several at once.
+are the policy's (the finest level's) on every level. The env owns `psi()`, its state → the policy's
+observation; `phi(action)`, the policy's action → its own; `map_from(other)`, which takes over the
+state of the same simulation on another level; if it can step several at once, a static method
+`step_batch(envs, actions)` → (obs, rewards, terminated, truncated) too.
 
 Shapes: L levels, T^l steps, N actors, M^l rows of a minibatch, D observation entries, A action
 entries. A tilde in the paper is `sync_` here. Everything stored at index t belongs to the action
@@ -183,8 +184,8 @@ def parse_args(argv=None):
     group.add_argument("--eval-level", type=number(int, 1), help=eval_help)
     coupling_help = (
         "step: before each step the partner takes over the fine state, then the fine action (the "
-        "paper's; small differences, but biased); noise: it does so when an episode starts, then "
-        "acts on its own observation with the same noise (unbiased, larger differences) (%(default)s)"
+        "paper's; small differences, biased); noise: it takes over the state at the episode's "
+        "start and acts on its own, with the same noise (larger differences, unbiased) (%(default)s)"
     )
     group.add_argument("--coupling", choices=("step", "noise"), default="step", help=coupling_help)
     parser.set_defaults(num_workers=num_cores(), eval_every=5)
@@ -250,6 +251,8 @@ def parse_with_run(parser, argv):
         with option_error(parser, option):
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
             load_checkpoint(run_dir, "cpu")
+        for name in ("resume", "eval", "video", "quiet", "log_dir", "run_name"):
+            options.pop(name)
         parser.set_defaults(**options)
         given = parser.parse_args(argv)
         if given.total_timesteps != options["total_timesteps"]:
@@ -772,7 +775,7 @@ class ResSim(gym.Env):
             raise RuntimeError("ResSim: step() before reset() or after the end of the episode")
         rates = grid.rates(actions)
         obs, rewards = [], []
-        # So many reservoirs at a time that they stay in the processor's cache: 1.3 to 1.5 times faster.
+        # As many reservoirs at a time as the processor's cache holds: 1.3 to 1.5 times faster.
         chunk = max(1, 2**13 // rates[0].size)
         for start in range(0, len(envs), chunk):
             part, q = envs[start : start + chunk], rates[start : start + chunk]
@@ -897,9 +900,9 @@ class Games:
     """The actors `rows` of one worker. Each has a game on every level and, on all levels but the
     coarsest, its partner one level below.
 
-    The members of an actor are ordered own¹, sync², own², sync³, own³, ...: member 2l is the game of
-    level index l, member 2l − 1 its partner. They live in one process, so that map_from copies no state
-    between processes. The shared arrays have a leading axis of members.
+    An actor's members are ordered own¹, sync², own², sync³, own³, ...: member 2l is the game of
+    level index l, member 2l − 1 its partner. They live in one process, so that map_from moves no
+    state between processes. The shared arrays have a leading axis of members.
     """
 
     def __init__(self, env_id, levels, seeds, evaluation, rows, arrays):
@@ -1022,8 +1025,8 @@ def view(buffers):
 
 def worker_process(pipe, make_games, rows, buffers):
     """Main loop of a worker: make its games, then carry out one command after the other."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process to handle
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):  # these are for the main process to handle
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process().sentinel
     try:
         games = make_games(rows, view(buffers))
@@ -1232,18 +1235,18 @@ class Model(nn.Module):
 
 
 @torch.no_grad()
-def rollout(model, pool, level, num_steps, coupling, generator):
+def rollout(model, pool, level, args, generator):
     """Take T^l steps with all N actors on a level index (ML, Algorithm 5).
 
-    Returns the buffers [own] of the coarsest level, [own, sync] above, each tensors (T, N, ...): obs,
-    actions, logprobs, values, next_values, rewards, terminated, truncated; and the (return, length) of
-    the level's own episodes that ended.
+    Returns the buffers [own] of the coarsest level, [own, sync] above, each tensors (T, N, ...):
+    obs, actions, logprobs, values, next_values, rewards, terminated, truncated; and the (return,
+    length) of the level's own episodes that ended.
     """
     device = model.value.weight.device
     pair = [members(pool)[m] for m in ([2 * level, 2 * level - 1] if level else [0])]
     buffers, episodes = [defaultdict(list) for _ in pair], []
-    for t in range(num_steps):
-        by_step = level > 0 and coupling == "step"
+    by_step = level > 0 and args.coupling == "step"
+    for t in range(args.num_steps[level]):
         if by_step:
             pool.call("synchronize", level)
         noise = model.head.noise(len(pair[0]["obs"]), generator).to(device)  # both members'
@@ -1257,7 +1260,7 @@ def rollout(model, pool, level, num_steps, coupling, generator):
             policies.append((obs, pi, values, actions))
         pool.call("step", level)
         for m, (arrays, policy) in enumerate(zip(pair, policies, strict=True)):
-            check_finite(arrays, f"step {t}, level index {level}{', partner' if m else ''}")
+            check_finite(arrays, f"step {t} on level {args.levels[level - m]}")
             # Synchronized at every step, a partner's next row never starts where it went.
             cut = np.ones_like(arrays["truncated"]) if m and by_step else arrays["truncated"]
             for name, value in transition(model, arrays, *policy, cut).items():
@@ -1382,8 +1385,8 @@ def signed_weights(num_steps, num_envs, num_minibatches):
 def minibatches(num_steps, num_envs, num_minibatches, generator):
     """Return the row numbers of an epoch's minibatches, (B, S): ML, Algorithm 6.
 
-    The rows of all members lie one after the other: own¹, sync², own², sync³, own³, ... A minibatch has
-    M^l rows of level l, the partner's rows being those of the same actors and steps.
+    The rows of all members lie one after the other: own¹, sync², own², sync³, own³, ... A minibatch
+    has M^l rows of level l, and the partner's rows of the same actors and steps.
     """
     rows, start = [], 0
     for level, T in enumerate(num_steps):
@@ -1511,12 +1514,14 @@ class Logger:
     def status(self, row):
         """Return the status line of an iteration."""
         iteration, total = row["iteration"], self.args.num_iterations
-        seconds = (time.perf_counter() - self.start) / max(1, iteration - self.last_iteration)
-        minutes, seconds = divmod(int(seconds * (total - iteration)), 60)
         line = f"update {iteration}/{total}  steps {row['global_step']:,}"
         for name, form in {"sps": ",", "episodic_return": ".4g", "eval_return": ".4g"}.items():
             line += f"  {name} {row[name]:{form}}" if row.get(name) is not None else ""
-        return f"{line}  ETA {minutes}:{seconds:02d}"
+        done = iteration - self.last_iteration
+        if done > 0:
+            seconds = (time.perf_counter() - self.start) / done * (total - iteration)
+            line += f"  ETA {seconds // 60:.0f}:{seconds % 60:02.0f}"
+        return line
 
     def close(self):
         """Close the files."""
@@ -1536,10 +1541,12 @@ def versions():
 
 
 def make_run_dir(args, script):
-    """Create and return the run's folder; raises FileExistsError if it is there already."""
+    """Create and return the run's folder; raises FileExistsError if --run-name is taken."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name = args.run_name or f"{args.env}__{script}__{args.seed}__{stamp}"
     run_dir = Path(args.log_dir) / re.sub(r"[^\w.-]+", "_", name)
+    while run_dir.exists() and not args.run_name:  # another run began in the same second
+        run_dir = run_dir.with_name(run_dir.name + "_")
     run_dir.mkdir()
     return run_dir
 
@@ -1591,7 +1598,8 @@ class StopRequest:
 # ------------------------------------------------------------------------------------ train
 
 COLUMNS = (
-    "iteration global_step wall_seconds sim_seconds sim_cost rollout_seconds update_seconds sps "
+    "iteration global_step wall_seconds sim_seconds sim_cost "
+    "simulation_seconds policy_seconds update_seconds sps "
     "episodic_return episodic_length eval_return "
     "policy_loss value_loss entropy approx_kl clipfrac explained_variance learning_rate"
 ).split()
@@ -1644,10 +1652,9 @@ def train(args):
     if args.resume:
         counters = restore(run_dir, model, optimizer, generator)
     # A resumed run starts new episodes, so their seeds depend on where it starts.
-    num_levels = len(args.levels)
-    shape = 2 * num_levels - 1, args.num_envs
+    num_members = 2 * len(args.levels) - 1
     seeds = np.random.SeedSequence([args.seed, counters["iteration"]])
-    seeds = seeds.generate_state(shape[0] * shape[1]).reshape(shape)
+    seeds = seeds.generate_state(num_members * args.num_envs).reshape(num_members, -1)
     recent = [deque(maxlen=100) for _ in args.levels]
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
@@ -1658,11 +1665,10 @@ def train(args):
         if args.eval_every and counters["iteration"] == 0:
             returns = evaluate(model, eval_pool, members(eval_pool)[0])
             logger.write(counters | {"eval_return": returns.mean()})
-        # One step of the finest level is the unit of sim_cost.
-        finest = members(pool)[-1]
+        finest = members(pool)[-1]  # one of its steps is the unit of sim_cost
         if args.eval_level != args.levels[-1]:
             finest = members(eval_pool)[0]
-            for _ in range(2):  # the first evaluation may include what is done only once
+            for _ in range(2):  # the first evaluation includes what is done only once
                 finest["seconds"][:], finest["steps"][:] = 0, 0
                 evaluate(model, eval_pool, finest)
         while counters["iteration"] < args.num_iterations and stop.signal is None:
@@ -1671,19 +1677,13 @@ def train(args):
             if args.anneal_lr:
                 progress = counters["iteration"] / args.num_iterations
                 optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - progress)
-            batches = []
             try:
-                for level, num_steps in enumerate(args.num_steps):
-                    buffers, episodes = rollout(
-                        model, pool, level, num_steps, args.coupling, generator
-                    )
-                    batches += [make_batch(b, args.gamma, args.gae_lambda) for b in buffers[::-1]]
-                    recent[level] += episodes
+                batches = rollouts(model, pool, args, generator, recent)
             except GameError:  # the last iteration is complete: keep it
                 save_checkpoint(run_dir, model, optimizer, generator, counters)
                 raise
             batch = {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
-            rolled_out = time.perf_counter()
+            rollout_seconds = time.perf_counter() - started
             row = update(model, optimizer, batch, args, generator)
 
             seconds = time.perf_counter() - started
@@ -1694,22 +1694,60 @@ def train(args):
             counters["sim_seconds"] += sim_seconds
             counters["sim_cost"] += sim_seconds / (finest["seconds"].sum() / finest["steps"].sum())
             row |= counters | episode_means(recent[-1])
-            row |= {"sps": round(len(batch["obs"]) / seconds)}
-            row["rollout_seconds"] = rolled_out - started
-            row["update_seconds"] = seconds - row["rollout_seconds"]
-            row["explained_variance"] = explained_variance(
-                batches[0]["values"], batches[0]["returns"]
-            )
+            row["sps"] = round(len(batch["obs"]) / seconds)
+            row["simulation_seconds"] = sim_seconds / max(1, args.num_workers)
+            row["policy_seconds"] = rollout_seconds - row["simulation_seconds"]
+            row["update_seconds"] = seconds - rollout_seconds
+            coarsest = batches[0]
+            row["explained_variance"] = explained_variance(coarsest["values"], coarsest["returns"])
             row["learning_rate"] = optimizer.param_groups[0]["lr"]
             if stop.signal is not None or is_due(counters["iteration"], args.save_every, args):
                 save_checkpoint(run_dir, model, optimizer, generator, counters)
             if args.eval_every and is_due(counters["iteration"], args.eval_every, args):
                 row["eval_return"] = evaluate(model, eval_pool, members(eval_pool)[0]).mean()
-            logger.write(row)
+            logger.write(row, **level_scalars(args.levels, recent, batches))
     if not args.quiet:
+        print(time_split(logger.rows))
         print(f"run folder: {run_dir}")
     result = {"run_dir": run_dir, "model": model, "optimizer": optimizer, "history": logger.rows}
     return SimpleNamespace(**result, signal=stop.signal)
+
+
+def rollouts(model, pool, args, generator, recent):
+    """Roll out all levels and add their episodes to `recent`.
+
+    Returns the batches of all members, in the order own¹, sync², own², sync³, own³, ...
+    """
+    batches = []
+    for level in range(len(args.levels)):
+        buffers, episodes = rollout(model, pool, level, args, generator)
+        batches += [make_batch(buffer, args.gamma, args.gae_lambda) for buffer in buffers[::-1]]
+        recent[level] += episodes
+    return batches
+
+
+def level_scalars(levels, recent, batches):
+    """Return what TensorBoard shows of each level: its episodes' return, and V_l / V_1.
+
+    V_l = Var(Â^l − Ã^{l−1}) is what the level's correction adds to the variance per row, V_1 =
+    Var(Â^1): a level pays if its V_l is small, and needs few steps in proportion to it.
+    """
+    scalars = {}
+    for l, level in enumerate(levels):  # noqa: E741, the paper's l
+        scalars[f"levels/return_{level}"] = episode_means(recent[l])["episodic_return"]
+        if l > 0:
+            difference = batches[2 * l]["advantages"] - batches[2 * l - 1]["advantages"]
+            ratio = difference.var() / batches[0]["advantages"].var()
+            scalars[f"levels/variance_ratio_{level}"] = float(ratio)
+    return scalars
+
+
+def time_split(rows):
+    """Return where the time of the logged iterations went, as a line."""
+    names = ("simulation", "policy", "update")
+    seconds = [sum(row.get(f"{name}_seconds", 0) for row in rows) for name in names]
+    parts = [f"{name} {value:.1f} s" for name, value in zip(names, seconds)]
+    return f"wall time: {', '.join(parts)}"
 
 
 def is_due(iteration, every, args):
