@@ -731,10 +731,11 @@ def evaluate(model, pool, arrays, max_steps=100_000):
     device = model.value.weight.device
     pool.call("reset")
     returns = np.full(len(arrays["rewards"]), math.nan)
-    for _ in range(max_steps):
+    for t in range(max_steps):
         pi, _ = model(torch.tensor(arrays["obs"], device=device))
         arrays["actions"][:] = model.head.mode(pi).cpu().numpy()
         pool.call("step")
+        check_finite(arrays, f"step {t} of the evaluation")
         first = np.isnan(returns)
         returns[first] = arrays["episode_return"][first]
         if not np.isnan(returns).any():

@@ -185,7 +185,7 @@ def parse_args(argv=None):
     coupling_help = (
         "step: before each step the partner takes over the fine state, then the fine action (the "
         "paper's; small differences, biased); noise: it takes over the state at the episode's "
-        "start and acts on its own, with the same noise (larger differences, unbiased) (%(default)s)"
+        "start, then acts itself with the same noise (larger differences, unbiased) (%(default)s)"
     )
     group.add_argument("--coupling", choices=("step", "noise"), default="step", help=coupling_help)
     parser.set_defaults(num_workers=num_cores(), eval_every=5)
@@ -1463,10 +1463,11 @@ def evaluate(model, pool, arrays, max_steps=100_000):
     device = model.value.weight.device
     pool.call("reset")
     returns = np.full(len(arrays["rewards"]), math.nan)
-    for _ in range(max_steps):
+    for t in range(max_steps):
         pi, _ = model(torch.tensor(arrays["obs"], device=device))
         arrays["actions"][:] = model.head.mode(pi).cpu().numpy()
         pool.call("step")
+        check_finite(arrays, f"step {t} of the evaluation")
         first = np.isnan(returns)
         returns[first] = arrays["episode_return"][first]
         if not np.isnan(returns).any():
@@ -1692,7 +1693,8 @@ def train(args):
             counters["wall_seconds"] += seconds
             sim_seconds = float(pool.arrays["seconds"].sum() - simulated)
             counters["sim_seconds"] += sim_seconds
-            counters["sim_cost"] += sim_seconds / (finest["seconds"].sum() / finest["steps"].sum())
+            step_seconds = float(finest["seconds"].sum() / finest["steps"].sum())
+            counters["sim_cost"] += sim_seconds / step_seconds
             row |= counters | episode_means(recent[-1])
             row["sps"] = round(len(batch["obs"]) / seconds)
             row["simulation_seconds"] = sim_seconds / max(1, args.num_workers)

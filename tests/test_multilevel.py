@@ -1,0 +1,411 @@
+"""Oracles of multilevel PPO: exact identities, the literal Algorithm 4, the order of events."""
+
+import sys
+import types
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import ppo
+import ppo_multilevel as ml
+
+GOLDEN = Path(__file__).parent / "golden"
+SMALL = (
+    "--num-envs 6 --num-minibatches 3 --update-epochs 2 --hidden 30 20 --shared-net --init-log-std "
+    "-1 --learning-rate 1e-3 --no-anneal-lr --num-iterations 3 --clip-coef 0.1 --ent-coef 0.001 "
+    "--target-kl 1000 --quiet"
+).split()
+
+
+def install(monkeypatch, make, name="user_simulation"):
+    """Make `make` importable as name:make."""
+    module = types.ModuleType(name)
+    module.make = make
+    monkeypatch.setitem(sys.modules, name, module)
+    return f"{name}:make"
+
+
+def collect(args, seeds=None):
+    """Return the batches of one iteration, the model and the pool (steps taken in this process)."""
+    torch.manual_seed(0)
+    model = ml.make_model(args)
+    seeds = np.arange((2 * len(args.levels) - 1) * args.num_envs) if seeds is None else seeds
+    seeds = seeds.reshape(2 * len(args.levels) - 1, args.num_envs)
+    pool = ml.make_pool(args, args.levels, seeds, 0)
+    pool.call("reset")
+    recent = [[] for _ in args.levels]
+    batches = ml.rollouts(model, pool, args, torch.Generator().manual_seed(1), recent)
+    return batches, model, pool, recent
+
+
+# One level is PPO ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", ["0", "2"])
+def test_one_level_is_ppo_bit_for_bit(tmp_path, num_workers):
+    """L = 1 gives the parameters of ppo.py on the same simulation after several updates."""
+    if "OneLevel-v0" not in gym.registry:
+        kwargs = {"case": "ResSim-v1", "level": 2}
+        gym.register("OneLevel-v0", entry_point=ml.ResSim, kwargs=kwargs)
+    common = [*SMALL, "--log-dir", str(tmp_path), "--num-workers", num_workers, "--num-steps", "7"]
+    single = ppo.train(ppo.parse_args(["--env", "OneLevel-v0", *common]))
+    multi = ml.train(ml.parse_args(["--env", "ResSim-v1", "--levels", "2", *common]))
+    expected, actual = single.model.state_dict(), multi.model.state_dict()
+    assert expected.keys() == actual.keys()
+    for name in expected:
+        assert torch.equal(expected[name], actual[name]), name
+    assert single.history[-1]["policy_loss"] == multi.history[-1]["policy_loss"]
+    start = ppo.make_model(ppo.parse_args(["--env", "OneLevel-v0", *common])).state_dict()
+    assert not torch.equal(start["value.weight"], expected["value.weight"])  # it did learn
+
+
+# Identical levels ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("coupling", ["step", "noise"])
+def test_identical_levels_have_no_correction(monkeypatch, coupling):
+    """Levels that are the same simulation make every term of every correction exactly zero."""
+    env = install(monkeypatch, lambda level, evaluation=False: ml.ResSim("ResSim-v1", 1))
+    options = ["--levels", "1", "2", "3", "--num-steps", "10", "7", "5", "--coupling", coupling]
+    args = ml.parse_args([*SMALL, "--env", env, *options, "--num-workers", "0"])
+    batches, model, *_ = collect(args)
+    for level in (1, 2):
+        for name in batches[0]:
+            assert torch.equal(batches[2 * level][name], batches[2 * level - 1][name]), name
+    for parameter in model.parameters():  # a policy that has moved: ratios away from 1
+        parameter.data += 0.01 * torch.randn_like(parameter)
+    batch = {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
+    generator = torch.Generator().manual_seed(2)
+    rows = ml.minibatches(args.num_steps, args.num_envs, args.num_minibatches, generator)[0]
+    pg_loss, v_loss, entropy, logratio = ml.losses(
+        model, {name: column[rows] for name, column in batch.items()}, 0.1, False
+    )
+    assert logratio.abs().max() > 1e-3
+    start = args.num_envs * 10 // 3
+    for M in (14, 10):
+        sync, own = slice(start, start + M), slice(start + M, start + 2 * M)
+        for term in (pg_loss, v_loss, entropy):
+            assert torch.equal(term[own], term[sync])
+        start += 2 * M
+
+
+@pytest.mark.parametrize("coupling", ["step", "noise"])
+def test_different_levels_have_a_correction(coupling):
+    """The same check is not empty: real levels differ, less with `step` than with `noise`."""
+    options = ["--levels", "1", "2", "--num-steps", "10", "5", "--coupling", coupling]
+    args = ml.parse_args([*SMALL, "--env", "ResSim-v1", *options, "--num-workers", "0"])
+    (_, sync, own), *_ = collect(args)
+    assert torch.equal(sync["actions"], own["actions"]) == (coupling == "step")
+    assert not torch.equal(sync["advantages"], own["advantages"])
+
+
+# Order of events ----------------------------------------------------------------------------------
+
+
+class Tape(gym.Env):
+    """Episodes of 3 steps, 4 on the coarse level; writes down what is done to it."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gym.spaces.Box(-10, 10, (1,), np.float32)
+    events = []
+
+    def __init__(self, level):
+        self.level, self.t, self.x = level, 0, 0.0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t, self.x = 0, float(self.np_random.integers(100)) if seed is None else float(seed)
+        self.events.append(("reset", self.level))
+        return self.psi(), {}
+
+    def psi(self):
+        return np.array([self.t, self.x], np.float32)
+
+    def map_from(self, other):
+        self.events.append(("map_from", self.level, other.t, other.x))
+        self.t, self.x = other.t, other.x
+
+    def step(self, action):
+        self.events.append(("step", self.level, self.t, self.x, float(action[0])))
+        self.t += 1
+        self.x += float(action[0]) / self.level
+        return self.psi(), self.x, self.t == (3 if self.level == 2 else 4), False, {}
+
+
+def tape(monkeypatch, coupling, num_steps):
+    """Play one actor on two levels. Return what happened on level 2, the batches and rollouts."""
+    env = install(monkeypatch, lambda level: Tape(level))
+    options = ["--levels", "1", "2", "--num-steps", "1", str(num_steps), "--coupling", coupling]
+    args = ml.parse_args([*SMALL, "--env", env, *options, "--num-envs", "1", "--no-norm-adv"]
+                         + ["--num-workers", "0", "--num-minibatches", "1"])  # fmt: skip
+    torch.manual_seed(0)
+    model = ml.make_model(args)
+    pool = ml.make_pool(args, args.levels, np.array([[5], [6], [7]]), 0)
+    pool.call("reset")
+    Tape.events.clear()
+    buffers, episodes = ml.rollout(model, pool, 1, args, torch.Generator().manual_seed(0))
+    return list(Tape.events), buffers, episodes
+
+
+def test_step_coupling_order(monkeypatch):
+    """Before each step the partner is mapped to the fine state, then both take one action."""
+    events, (own, sync), episodes = tape(monkeypatch, "step", 5)
+    assert len(episodes) == 1 and episodes[0][1] == 3
+    steps = [event for event in events if event[0] == "step"]
+    assert [event[1] for event in steps] == [2, 1] * 5  # fine, then partner
+    for fine, partner in zip(steps[::2], steps[1::2]):
+        assert fine[2:] == partner[2:]  # same state, same action
+    for i, event in enumerate(events):  # the last thing before a fine step is its partner's mapping
+        if event[:2] == ("step", 2):
+            assert events[i - 1] == ("map_from", 1, event[2], event[3])
+    assert torch.equal(own["obs"], sync["obs"]) and torch.equal(own["actions"], sync["actions"])
+    # Where the fine episode ends, at its third step, the partner's is cut but not terminated.
+    assert own["terminated"].ravel().tolist() == [False, False, True, False, False]
+    assert sync["terminated"].ravel().tolist() == [False] * 5
+    assert sync["truncated"].ravel().tolist() == [False, False, True, False, False]
+
+
+def test_step_coupling_partner_bootstraps_from_its_own_state(monkeypatch):
+    """A partner's next value is that of where its own step led, at every row."""
+    env = install(monkeypatch, lambda level: Tape(level))
+    options = ["--levels", "1", "2", "--num-steps", "1", "5", "--num-workers", "0"]
+    args = ml.parse_args([*SMALL, "--env", env, *options, "--num-envs", "2", "--no-norm-adv"]
+                         + ["--num-minibatches", "1"])  # fmt: skip
+    torch.manual_seed(0)
+    model = ml.make_model(args)
+    pool = ml.make_pool(args, args.levels, np.arange(6).reshape(3, 2), 0)
+    pool.call("reset")
+    (own, sync), _ = ml.rollout(model, pool, 1, args, torch.Generator().manual_seed(0))
+    where = sync["obs"].clone()  # t + 1, x + a / level
+    where[..., 0] += 1
+    where[..., 1] += sync["actions"][..., 0].clamp(-10, 10)
+    torch.testing.assert_close(sync["next_values"], model(where)[1])
+    assert not torch.allclose(sync["next_values"], own["next_values"])
+
+
+def test_noise_coupling_order(monkeypatch):
+    """The partner is mapped at starts of fine episodes only; then it follows its own states."""
+    events, (own, sync), _ = tape(monkeypatch, "noise", 7)
+    assert [e[1] for e in events if e[0] == "step"] == [2, 1] * 7
+    partner = [e for e in events if e[:2] == ("step", 1)]
+    mapped = [i for i, e in enumerate(events) if e[0] == "map_from"]
+    assert len(mapped) == 2  # after fine steps 3 and 6
+    assert all(events[i - 2][:2] == ("step", 1) or events[i - 1][0] == "reset" for i in mapped)
+    for now, after in zip(partner, partner[1:]):
+        if after[2] == now[2] + 1:  # no new episode in between: its own dynamics, x + a / 1
+            assert after[3] == pytest.approx(now[3] + now[4], rel=1e-6)
+    assert torch.equal(own["obs"][0], sync["obs"][0])
+    assert not torch.equal(own["obs"][1], sync["obs"][1])
+    # Same noise: the two actions differ by the difference of the means only.
+    assert (own["actions"] - sync["actions"]).abs().max() < 0.2
+    assert sync["truncated"].ravel().tolist() == [False, False, True, False, False, True, False]
+
+
+def test_noise_coupling_discrete_actions(monkeypatch):
+    """Categorical policies share Gumbel noise: equal observations give equal actions."""
+    maker = lambda level: gym.make("CartPole-v1").unwrapped  # noqa: E731, no map_from
+    env = install(monkeypatch, maker)
+    options = ["--levels", "1", "2", "--num-steps", "9", "30", "--num-workers", "0"]
+    args = ml.parse_args([*SMALL, "--env", env, *options])
+    assert args.coupling == "noise"  # without map_from there is no other
+    (_, sync, own), _, _, recent = collect(args)
+    for name in own:  # the levels are the same, seeds and noise are common
+        assert torch.equal(own[name], sync[name]), name
+    assert recent[1] and own["actions"].dtype == torch.int64
+
+
+def test_levels_keep_their_own_episodes():
+    """With T^l short of an episode, the next iteration goes on where the level stopped."""
+    options = ["--levels", "1", "2", "--num-steps", "4", "2", "--num-workers", "0"]
+    args = ml.parse_args([*SMALL, "--env", "ResSim-v1", *options])
+    _, model, pool, recent = collect(args)
+    games = pool.games.games
+    assert [games[m][0].env.t for m in (0, 1, 2)] == [4, 2, 2]
+    generator = torch.Generator().manual_seed(3)
+    ml.rollouts(model, pool, args, generator, recent)
+    assert [games[m][0].env.t for m in (0, 1, 2)] == [3, 4, 4]
+    assert {length for _, length in recent[0]} == {5}
+
+
+# The loss -----------------------------------------------------------------------------------------
+
+
+def reference():
+    """Return the reference's model, its minibatch as our signed rows, and all its numbers."""
+    with np.load(GOLDEN / "c_losses.npz") as file:
+        g = {name: file[name] for name in file.files}
+    space = gym.spaces.Box(-1, 1, (3,))
+    model = ml.Model(5, space, [8, 8], shared_net=True, init_log_std=-1.0)
+    names = {
+        "actor.0": "mlp_extractor.shared_net.0",
+        "actor.2": "mlp_extractor.shared_net.2",
+        "critic.0": "mlp_extractor.shared_net.0",
+        "critic.2": "mlp_extractor.shared_net.2",
+        "head.mean": "action_net",
+        "value": "value_net",
+    }
+    names = {f"{a}.{w}": f"{b}.{w}" for a, b in names.items() for w in ("weight", "bias")}
+    names["head.log_std"] = "log_std"
+    model.load_state_dict({ours: torch.tensor(g[f"param/{name}"]) for ours, name in names.items()})
+    parts = ["L1", "L2sync", "L2", "L3sync", "L3"]
+    columns = {
+        "obs": "observations",
+        "actions": "actions",
+        "logprobs": "old_log_prob",
+        "values": "old_values",
+        "advantages": "advantages",
+        "returns": "returns",
+    }
+    batch = {
+        ours: torch.tensor(np.concatenate([g[f"{part}/{name}"] for part in parts]))
+        for ours, name in columns.items()
+    }
+    # The reference normalises each part by itself.
+    normalised = [torch.tensor(g[f"{part}/advantages"]) for part in parts]
+    normalised = [(a - a.mean()) / (a.std() + 1e-8) for a in normalised]
+    batch["advantages"] = torch.cat(normalised)
+    return model, batch, g, parts, names
+
+
+def test_signed_sum_is_algorithm_4():
+    """Loss terms, loss, gradient and one Adam step are the reference's literal Algorithm 4."""
+    model, batch, g, parts, names = reference()
+    pg_loss, v_loss, entropy, logratio = ml.losses(model, batch, 0.1, False)
+    for term, name, factor in (
+        (pg_loss, "policy_loss", 1),
+        (v_loss, "value_loss", 2),  # its value loss has no 1/2
+        (entropy, "entropy", 1),
+        (logratio.exp(), "ratio", 1),
+    ):
+        expected = np.concatenate([g[f"{part}/{name}"] for part in parts])
+        np.testing.assert_allclose(factor * term.detach(), expected, rtol=2e-4, atol=2e-6)
+    weights = ml.signed_weights([16, 8, 4], num_envs=1, num_minibatches=1)
+    loss = (weights * (pg_loss + 1.0 * v_loss - 0.001 * entropy)).mean()
+    np.testing.assert_allclose(loss.item(), g["loss_mlmc"], rtol=1e-5)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3, eps=1e-5, fused=True)
+    parameters = dict(model.named_parameters())
+    ml.step(model, optimizer, loss, max_grad_norm=0.5)
+    norm = torch.stack([p.grad.norm() for p in parameters.values()]).norm()
+    scale = min(1, 0.5 / (float(g["grad_norm_before_clip"]) + 1e-6))
+    np.testing.assert_allclose(norm, float(g["grad_norm_before_clip"]) * scale, rtol=1e-4)
+    for ours, parameter in parameters.items():
+        gradient, after = g[f"grad/{names[ours]}"], g[f"param_after_step/{names[ours]}"]
+        np.testing.assert_allclose(parameter.grad, gradient * scale, rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(parameter.detach(), after, atol=2e-6)
+
+
+def test_weights_telescope():
+    """Own rows of a level and the partner rows one level up cancel; level 1 alone weighs 1."""
+    assert torch.equal(ml.signed_weights([50], 5, 10), torch.ones(25))
+    weights = ml.signed_weights([80, 10, 5], num_envs=50, num_minibatches=10)
+    sizes = [400, 50, 50, 25, 25]
+    assert len(weights) == sum(sizes)
+    sums = [part.sum().item() / len(weights) for part in weights.split(sizes)]
+    np.testing.assert_allclose(sums, [1, -1, 1, -1, 1], rtol=1e-5)
+
+
+def test_minibatches_pair_rows():
+    """An epoch visits every row once, and a pair's rows stand opposite each other."""
+    rows = ml.minibatches([8, 4, 2], 3, 2, torch.Generator().manual_seed(0))
+    assert rows.shape == (2, 12 + 6 + 6 + 3 + 3)
+    assert sorted(rows.ravel().tolist()) == list(range(24 + 12 + 12 + 6 + 6))
+    assert torch.equal(rows[:, 12:18] + 12, rows[:, 18:24])
+    assert torch.equal(rows[:, 24:27] + 6, rows[:, 27:30])
+
+
+def test_one_normaliser_keeps_the_correction():
+    """A constant difference between the levels' advantages survives normalisation."""
+    # A normaliser per part would map both parts of the pair to the same numbers.
+    torch.manual_seed(0)
+    base = torch.randn(60)
+    own, sync = base[:10] + 0.5, base[:10]
+    model = ml.Model(2, gym.spaces.Box(-1, 1, (1,)), [4], True, 0.0)
+    obs = torch.zeros(80, 2)
+    pi, values = model(obs)
+    actions = torch.zeros(80, 1)
+    batch = {
+        "obs": obs,
+        "actions": actions,
+        "logprobs": model.head.log_prob(pi, actions).detach(),
+        "values": values.detach(),
+        "advantages": torch.cat([base, sync, own]),
+        "returns": torch.zeros(80),
+    }
+    options = ["--levels", "1", "2", "--num-steps", "60", "10", "--num-workers", "0"]
+    args = ml.parse_args(["--env", "ResSim-v1", *options, "--num-envs", "1"]
+                         + ["--num-minibatches", "1", "--update-epochs", "1"])  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), 1e-9, fused=True)
+    seen = ml.update(model, optimizer, batch, args, torch.Generator().manual_seed(0))
+    # −mean(base normalised) − mean(own − sync) / std = −0.5 / std
+    assert seen["policy_loss"] == pytest.approx(-0.5 / base.std().item(), rel=1e-4)
+
+
+# Runs ---------------------------------------------------------------------------------------------
+
+
+def small_run(tmp_path, *more):
+    """Train three levels for three iterations."""
+    options = ["--levels", "1", "2", "3", "--num-steps", "10", "5", "5", "--eval-every", "1"]
+    options += ["--eval-episodes", "4", "--log-dir", str(tmp_path), *more]
+    return ml.train(ml.parse_args([*SMALL, "--env", "ResSim-v1", *options]))
+
+
+def test_any_number_of_workers_gives_the_same_parameters(tmp_path):
+    """Batches of other sizes, in other processes, change no bit."""
+    runs = [small_run(tmp_path, "--num-workers", str(n)) for n in (0, 1, 2)]
+    for other in runs[1:]:
+        for name, value in runs[0].model.state_dict().items():
+            assert torch.equal(value, other.model.state_dict()[name]), name
+        returns = [[row["eval_return"] for row in run.history] for run in (runs[0], other)]
+        assert returns[0] == returns[1]
+
+
+def test_counts_of_steps_and_simulation(tmp_path):
+    """All members' steps are counted; seconds and cost add up and never fall."""
+    run = small_run(tmp_path, "--num-workers", "2")
+    rows = run.history
+    assert [row["global_step"] for row in rows] == [0, 180, 360, 540]  # 6 · (10 + 2·5 + 2·5)
+    for name in ("sim_seconds", "sim_cost", "wall_seconds"):
+        values = [row[name] for row in rows]
+        assert values[0] == 0 and all(b > a for a, b in zip(values, values[1:]))
+    # Cost of an iteration, in steps of the finest level: at least its own, at most all steps.
+    assert 6 * 5 < rows[-1]["sim_cost"] / 3 < 180
+    assert rows[-1]["episodic_length"] == 5
+
+
+def test_evaluation_uses_other_fields_and_the_finest_level():
+    """Evaluation games are on --eval-level, each on another evaluation field."""
+    args = ml.parse_args(["--levels", "1", "--num-steps", "5", "--eval-level", "3", "--env"]
+                         + ["ResSim-v1", "--eval-episodes", "16"])  # fmt: skip
+    pool = ml.make_eval_pool(args)
+    pool.call("reset")
+    envs = [game.env for game in pool.games.games[0]]
+    assert sorted(env.field for env in envs) == list(range(16))
+    training = ml.ResSim("ResSim-v1", 3).grid.perm
+    for env in envs:
+        assert env.grid.shape == (32, 32) and env.evaluation
+        assert not any(np.array_equal(env.grid.perm[env.field], k) for k in training)
+
+
+def test_simulation_that_gives_nan(monkeypatch, tmp_path):
+    """The error names quantity, actor, step and level; the run is saved."""
+    steps = []
+
+    class Broken(Tape):
+        def step(self, action):
+            steps.append(self.level)
+            obs, reward, *ends = super().step(action)
+            return obs, float("nan") if len(steps) > 40 and self.level == 2 else reward, *ends
+
+    env = install(monkeypatch, lambda level: Broken(level))
+    options = ["--levels", "1", "2", "--num-steps", "2", "2", "--eval-every", "0"]
+    options += ["--log-dir", str(tmp_path)]
+    args = ml.parse_args([*SMALL, "--env", env, *options, "--num-envs", "3", "--num-workers", "0"])
+    with pytest.raises(ml.GameError, match=r"rewards of game 0 at step \d on level 2"):
+        ml.train(args)
+    (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
+    state = torch.load(checkpoint, weights_only=True)
+    assert state["counters"]["iteration"] == 2

@@ -1,0 +1,500 @@
+"""Tests of the reservoir simulator: reference numbers, conservation, batching, level maps."""
+
+import dataclasses
+import runpy
+import warnings
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+from scipy import ndimage
+
+import ppo_multilevel
+
+CASES, Case, ResSim = ppo_multilevel.CASES, ppo_multilevel.Case, ppo_multilevel.ResSim
+coarsen, refine, partition = (
+    ppo_multilevel.coarsen,
+    ppo_multilevel.refine,
+    ppo_multilevel.partition,
+)
+GOLDEN = Path(__file__).parent / "golden"
+ENVS = ["a_env_case1_L1_8x8_k0", "a_env_case1_L2_15x15_k0", "a_env_case1_L3_30x30_k0"]
+ENVS += ["a_env_case2_L1_7x22_k0"]
+KEYS = ("p0", "p1", "fine", "mean", "hmean", "sum", "coarse", "c2f")
+SOLVERS = ["a_solver_linear_8x8", "a_solver_quadratic_8x8", "a_solver_quadratic_15x15"]
+IDS = sorted(CASES)
+
+
+def load(name):
+    with np.load(GOLDEN / f"{name}.npz") as file:
+        return {key: file[key] for key in file.files}
+
+
+def relative(a, b):
+    """Largest difference over the largest value."""
+    return np.abs(a - b).max() / np.abs(b).max()
+
+
+def golden_env(g, name, **changes):
+    """The simulation of a reference episode, a small version of case 1 or 2."""
+    sizes = (8, 15, 30, 61) if "case1" in name else None
+    grids = tuple((m, m) for m in sizes) if sizes else ((22, 7), (45, 15), (91, 31))
+    wells = [
+        (tuple(g[a].tolist()), tuple(g[b].tolist())) for a, b in (("i_x", "i_y"), ("p_x", "p_y"))
+    ]
+    settings = {"dt": float(g["dt"]), "substeps": int(g["nstep"]), "total_rate": float(g["c"])}
+    settings |= {"lx": float(g["lx"]), "ly": float(g["ly"]), "fields": None, "pore_volumes": 0.0}
+    case = Case(grids, injectors=wells[0], producers=wells[1], **{**settings, **changes})
+    return ResSim(case, grids.index(g["k"].shape) + 1, perm=g["k"][None])
+
+
+def random_actions(rng, env, n=1):
+    return rng.uniform(-0.5, 1, (n, *env.action_space.shape)).clip(0.001, 1)
+
+
+# Maps between grids -----------------------------------------------------------------------------
+
+
+def pairs():
+    with np.load(GOLDEN / "b_mapping.npz") as file:
+        return sorted({key.rsplit("_", 1)[0] for key in file.files})
+
+
+@pytest.mark.parametrize("pair", pairs())
+def test_maps_equal_reference(pair):
+    with np.load(GOLDEN / "b_mapping.npz") as file:
+        g = {key: file[f"{pair}_{key}"] for key in KEYS}
+    shape, fine = g["mean"].shape, g["fine"]
+    np.testing.assert_array_equal(partition(fine.shape[0], shape[0]), g["p0"])
+    np.testing.assert_array_equal(partition(fine.shape[1], shape[1]), g["p1"])
+    np.testing.assert_allclose(coarsen(fine, shape), g["mean"], rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(coarsen(fine, shape, "harmonic"), g["hmean"], rtol=1e-12)
+    np.testing.assert_allclose(coarsen(fine, shape, "sum"), g["sum"], rtol=1e-12, atol=1e-13)
+    np.testing.assert_array_equal(refine(g["coarse"], fine.shape), g["c2f"])
+
+
+def test_maps_take_leading_axes_and_do_not_alias():
+    x = np.random.default_rng(0).random((2, 3, 7, 5))
+    np.testing.assert_array_equal(coarsen(x, (3, 2))[1, 2], coarsen(x[1, 2], (3, 2)))
+    np.testing.assert_array_equal(refine(x, (10, 9))[1, 2], refine(x[1, 2], (10, 9)))
+    same = coarsen(x, (7, 5))
+    np.testing.assert_array_equal(same, x)
+    assert not np.shares_memory(same, x)
+
+
+# Solver -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_solver_equals_reference(name):
+    g = load(name)
+    viscosities = {key: float(g[key]) for key in ("mu_w", "mu_o", "s_wir", "s_oir")}
+    case = Case(
+        (g["k"].shape,), float(g["lx"]), float(g["ly"]), (), (), None, float(g["dt"]), 0.0,
+        substeps=1, mobility=name.split("_")[2], **viscosities,
+    )  # fmt: skip
+    for ours, key in zip(ppo_multilevel.mobility(g["s0"], case), ("lamb0", "f0", "df0")):
+        np.testing.assert_allclose(ours, g[key], rtol=1e-10)
+    ny, nx = g["k"].shape
+    pore, s, q = g["phi"] * case.lx * case.ly / (ny * nx), g["s0"], g["q"][None]
+    for i in range(4):
+        k = g["k"] * ppo_multilevel.mobility(s, case)[0]
+        tx, ty = ppo_multilevel.transmissibility(k, case.lx, case.ly)
+        p = ppo_multilevel.factor_pressure(tx, ty).solve(q.ravel()).reshape(q.shape)
+        vx, vy = ppo_multilevel.fluxes(p, tx[None], ty[None])
+        before = s
+        s = ppo_multilevel.transport(s[None], p, vx, vy, q, pore, case)[0]
+        # p up to a constant, and in Pa instead of Pa · s / day
+        assert relative(p[0] - p.mean(), (g["p"][i] - g["p"][i].mean()) / 86400) < 1e-5
+        assert relative(vx[0], g["vx"][i]) < 1e-5 and relative(vy[0], g["vy"][i]) < 1e-5
+        assert np.abs(s - g["s"][i]).max() < 2e-5
+        # The discrete equation itself: pore ds/dt + div(f v) = q⁺ + q⁻ f, cell by cell
+        f = ppo_multilevel.mobility(s, case)[1]
+        fx = np.maximum(vx[0, :, 1:-1], 0) * f[:, :-1] + np.minimum(vx[0, :, 1:-1], 0) * f[:, 1:]
+        fy = np.maximum(vy[0, 1:-1], 0) * f[:-1] + np.minimum(vy[0, 1:-1], 0) * f[1:]
+        out = np.diff(np.pad(fx, ((0, 0), (1, 1)))) + np.diff(np.pad(fy, ((1, 1), (0, 0))), axis=0)
+        residual = pore * (s - before) / case.dt + out - q[0].clip(0) - q[0].clip(max=0) * f
+        assert np.abs(residual).max() < 1e-9 * q.max()
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_episode_equals_reference(name):
+    g = load(name)
+    env = golden_env(g, name)
+    env.reset(seed=0)
+    np.testing.assert_allclose(env.psi(), g["obs0"])
+    for t in range(5):
+        np.testing.assert_allclose(env.phi(g["actions"][t]), g["q"][t], rtol=1e-10, atol=1e-12)
+        obs, reward, terminated, truncated, _ = env.step(g["actions"][t])
+        _, tx, ty = env.grid.solve_pressure(0, env.s, g["q"][t])
+        vx, vy = ppo_multilevel.fluxes(env.p[None], tx[None], ty[None])
+        assert relative(vx[0], g["vx"][t]) < 1e-8 and relative(vy[0], g["vy"][t]) < 1e-8
+        assert np.abs(env.s - g["s_sub"][t, -1]).max() < 1e-8
+        np.testing.assert_allclose(env.psi(), g["obs"][t], rtol=0, atol=1e-8)
+        assert obs.dtype == np.float32 and np.abs(obs - g["obs"][t]).max() < 1e-6
+        assert abs(reward - g["reward"][t]) < 1e-8 and not truncated and terminated == (t == 4)
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_substeps_equal_reference(name):
+    """A control step of one sub-step, five times: every sub-step's saturation and oil."""
+    g = load(name)
+    env = golden_env(g, name, substeps=1, control_steps=25)
+    env.reset(seed=0)
+    for t in range(5):
+        oil = 0.0
+        for j in range(5):
+            oil += env.step(g["actions"][t])[1]
+            assert np.abs(env.s - g["s_sub"][t, j]).max() < 1e-8
+        assert abs(oil - g["reward"][t]) < 1e-8
+
+
+@pytest.mark.parametrize("name", ["case1_L1_8x8_k0", "case1_L3_30x30_k0"])
+def test_small_time_steps_tend_to_the_refined_reference(name):
+    g, refined = load(f"a_env_{name}"), load(f"refined_{name}")
+    errors = []
+    for split in (1, 4, 16):
+        env = golden_env(g, name, substeps=5 * split, dt=float(g["dt"]) / split)
+        env.reset(seed=0)
+        rewards = [env.step(action)[1] for action in g["actions"]]
+        errors.append(abs(sum(rewards) - refined["reward"].sum()))
+    assert errors[0] < 0.012 and errors[1] < errors[0] / 2.5 and errors[2] < errors[1] / 2.5
+
+
+@pytest.mark.parametrize("mobility", ["linear", "quadratic"])
+def test_nonlinear_mobility_is_linear_solver_where_they_agree(mobility):
+    """Viscosities that differ by 1e-9 take Newton's branch and give the same as equal ones."""
+    case = dataclasses.replace(CASES["ResSim-v1"], mobility=mobility, mu_o=3e-4 * (1 + 1e-9))
+    rng = np.random.default_rng(1)
+    envs = [ResSim(case, 2), ResSim("ResSim-v1", 2)]
+    for env in envs:
+        env.reset(options={"field": 3})
+    for _ in range(5):
+        action = random_actions(rng, envs[0])[0]
+        rewards = [env.step(action)[1] for env in envs]
+        assert envs[0].s.min() >= 0 and envs[0].s.max() <= 1 + 1e-9
+        if mobility == "linear":
+            np.testing.assert_allclose(*rewards, rtol=1e-6)
+            np.testing.assert_allclose(envs[0].s, envs[1].s, atol=1e-6)
+
+
+@pytest.mark.parametrize("mu_o", [3e-5, 3e-4, 9e-3])
+def test_quadratic_mobility_converges_with_long_steps(mu_o):
+    case = dataclasses.replace(
+        CASES["ResSim-v3"], mobility="quadratic", mu_o=mu_o, s_wir=0.15, s_oir=0.1, dt=20.0
+    )
+    envs = [ResSim(case, 2) for _ in range(3)]
+    rng = np.random.default_rng(2)
+    for k, env in enumerate(envs):
+        env.reset(options={"field": k})
+    for _ in range(5):
+        ResSim.step_batch(envs, random_actions(rng, envs[0], 3))
+    s = np.stack([env.s for env in envs])
+    assert s.min() >= 0.15 - 1e-9 and s.max() <= 0.9 + 1e-9
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_mass_balance_at_full_size(case):
+    """Water injected = water stored + water produced, with one sub-step per control step."""
+    case = dataclasses.replace(CASES[case], substeps=1, control_steps=25)
+    env, rng = ResSim(case, evaluation=True), np.random.default_rng(0)
+    env.reset(seed=1)
+    injected = produced = oil = 0.0
+    for t in range(25):
+        if t % 5 == 0:
+            action = random_actions(rng, env)[0]
+        q = env.phi(action)
+        reward = env.step(action)[1]
+        assert env.s.min() >= -1e-12 and env.s.max() <= 1 + 1e-6
+        injected += case.dt * q.clip(0).sum()
+        produced += case.dt * (-q.clip(max=0) * env.s).sum()
+        oil += case.dt * (-q.clip(max=0) * (1 - env.s)).sum()
+    stored = (env.s * env.grid.pore).sum()
+    assert injected == pytest.approx(case.pore_volumes * case.lx * case.ly * 0.2)
+    assert abs(injected - stored - produced) < 1e-6 * injected
+    assert abs(injected - oil - produced) < 1e-6 * injected
+    assert reward > 0
+
+
+def test_symmetric_reservoir_stays_symmetric():
+    perm = np.full((1, 64, 64), 1e-13)
+    case = dataclasses.replace(
+        CASES["ResSim-v3"], injectors=((7, 56), (0, 0)), producers=((7, 56), (63, 63))
+    )
+    env = ResSim(case, 4, perm=perm)
+    env.reset(seed=0)
+    for _ in range(3):
+        env.step(np.ones(4))
+        np.testing.assert_allclose(env.s, env.s[::-1], atol=1e-9)
+        drop = env.p - env.p.mean()
+        np.testing.assert_allclose(drop, drop[::-1], atol=1e-9 * np.abs(drop).max())
+        np.testing.assert_allclose(drop, -drop[:, ::-1], atol=1e-9 * np.abs(drop).max())
+
+
+@pytest.mark.parametrize("case, level", [(c, k) for c in IDS for k in (1, 3)] + [("ResSim-v1", 5)])
+@pytest.mark.parametrize("mobility", ["linear", "quadratic"])
+def test_batch_is_bitwise_the_single_simulations(case, level, mobility):
+    if mobility == "quadratic" and CASES[case].grids[level - 1][0] > 60:
+        pytest.skip("slow")
+    case = dataclasses.replace(CASES[case], mobility=mobility)
+    n, rng = 7, np.random.default_rng(5)
+    batch, alone = ([ResSim(case, level, evaluation=k > 4) for k in range(n)] for _ in "ab")
+    for k in range(n):
+        batch[k].reset(options={"field": k // 2})
+        alone[k].reset(options={"field": k // 2})
+    alone = alone[::-1]  # the other order, too
+    for _ in range(2):
+        actions = random_actions(rng, batch[0], n)
+        obs, rewards, terminated, truncated = ResSim.step_batch(batch, actions)
+        assert obs.shape == (n, *batch[0].observation_space.shape) and obs.dtype == np.float32
+        assert rewards.dtype == np.float64 and terminated.dtype == truncated.dtype == bool
+        for k in range(n):
+            single = alone[n - 1 - k].step(actions[k])
+            np.testing.assert_array_equal(single[0], obs[k])
+            assert single[1] == rewards[k]
+            np.testing.assert_array_equal(alone[n - 1 - k].s, batch[k].s)
+            np.testing.assert_array_equal(alone[n - 1 - k].p, batch[k].p)
+
+
+# Levels -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_map_from_between_levels(case):
+    rng = np.random.default_rng(0)
+    fine, same, coarse, back = (ResSim(case, level) for level in (3, 3, 1, 3))
+    fine.reset(seed=3)
+    for _ in range(2):
+        fine.step(random_actions(rng, fine)[0])
+    same.map_from(fine)
+    np.testing.assert_array_equal(same.s, fine.s)
+    np.testing.assert_array_equal(same.p, fine.p)
+    np.testing.assert_array_equal(same.psi(), fine.psi())
+    assert not np.shares_memory(same.s, fine.s)
+
+    coarse.map_from(fine)
+    assert (coarse.t, coarse.field) == (fine.t, fine.field) == (2, fine.field)
+    np.testing.assert_array_equal(coarse.s, coarsen(fine.s, coarse.grid.shape))
+    np.testing.assert_array_equal(coarse.p, coarsen(fine.p, coarse.grid.shape))
+    back.map_from(coarse)
+    np.testing.assert_array_equal(back.s, refine(coarse.s, back.grid.shape))
+    if case != "ResSim-v2":  # whose grids are not nested: there the wells see other cells
+        np.testing.assert_allclose(back.psi(), coarse.psi(), atol=1e-14)
+    again = ResSim(case, 1)
+    again.map_from(back)
+    np.testing.assert_allclose(again.s, coarse.s, rtol=1e-15)
+    np.testing.assert_allclose(again.p, coarse.p, rtol=1e-14)
+
+    # The copy goes on exactly as the original does, and leaves it alone.
+    action, s = random_actions(rng, fine)[0], fine.s.copy()
+    obs, reward = same.step(action)[:2]
+    np.testing.assert_array_equal(fine.s, s)
+    fine_obs, fine_reward = fine.step(action)[:2]
+    np.testing.assert_array_equal(obs, fine_obs)
+    assert reward == fine_reward
+
+
+def test_map_from_refuses_another_simulation():
+    env = ResSim("ResSim-v1", 1)
+    other, evaluation = ResSim("ResSim-v3", 1), ResSim("ResSim-v1", 2, evaluation=True)
+    for e in (other, evaluation):
+        e.reset(seed=0)
+    for e in (other, evaluation, ResSim("ResSim-v1", 2)):
+        with pytest.raises(ValueError, match="map_from needs the same simulation"):
+            env.map_from(e)
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_levels_share_spaces_rates_and_permeability(case):
+    envs = [ResSim(case, level + 1) for level in range(len(CASES[case].grids))]
+    action = random_actions(np.random.default_rng(0), envs[0])[0]
+    q = envs[-1].phi(action)
+    n_in, n_out = len(CASES[case].injectors[0]), len(CASES[case].producers[0])
+    assert np.count_nonzero(q > 0) == n_in and np.count_nonzero(q < 0) == n_out
+    assert q.clip(0).sum() == pytest.approx(CASES[case].rate)
+    np.testing.assert_allclose(
+        q[CASES[case].injectors], action[:n_in] / action[:n_in].sum() * CASES[case].rate
+    )
+    for env, shape in zip(envs, CASES[case].grids):
+        assert env.observation_space == envs[-1].observation_space
+        assert env.action_space == envs[-1].action_space
+        assert env.observation_space.shape == (2 * n_out + n_in,)
+        np.testing.assert_allclose(env.phi(action), coarsen(q, shape, "sum"), atol=1e-12)
+        np.testing.assert_allclose(
+            env.grid.perm, coarsen(envs[-1].grid.perm, shape, "harmonic"), rtol=1e-12
+        )
+        # psi reads the wells of the field repeated onto the finest grid
+        env.reset(seed=0)
+        env.step(action)
+        fine = refine(env.s, CASES[case].grids[-1])
+        np.testing.assert_array_equal(env.psi()[:n_out], fine[CASES[case].producers].clip(0, 1))
+
+
+def test_sizes_of_the_built_in_cases():
+    sizes = {k: (c.grids[0], c.grids[-1], len(c.injectors[0])) for k, c in CASES.items()}
+    assert sizes == {
+        "ResSim-v1": ((8, 8), (128, 128), 32),
+        "ResSim-v2": ((27, 9), (219, 73), 7),
+        "ResSim-v3": ((8, 8), (64, 64), 32),
+    }
+    producers = CASES["ResSim-v2"].producers
+    assert list(zip(*producers))[:3] == [(1, 0), (1, 72), (37, 0)] and len(producers[0]) == 14
+
+
+# Permeability fields ----------------------------------------------------------------------------
+
+
+def log_k(case, n=16, seed=0):
+    return np.log(CASES[case].fields(CASES[case], n, seed) / ppo_multilevel.MILLIDARCY)
+
+
+def crosses(mask):
+    """Whether face-connected cells of mask lead from the left edge to the right edge."""
+    labels = ndimage.label(mask)[0]
+    return bool(set(labels[:, 0][labels[:, 0] > 0]) & set(labels[:, -1]))
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_fields_are_reproducible_and_sets_differ(case):
+    a = log_k(case, 4, 0)
+    assert a.shape == (4, *CASES[case].grids[-1]) and np.isfinite(a).all()
+    np.testing.assert_array_equal(a, log_k(case, 4, 0))
+    training, evaluation = ResSim(case).grid.perm, ResSim(case, evaluation=True).grid.perm
+    assert training.shape == (16, *CASES[case].grids[-1])
+    both = np.concatenate([training, evaluation]).reshape(32, -1)
+    assert len(np.unique(both, axis=0)) == 32
+    assert ResSim(case).grid is ResSim(case).grid
+
+
+def test_channel_fields():
+    x = log_k("ResSim-v1", 200)
+    inside = x > 0
+    np.testing.assert_allclose(x, np.where(inside, 5.5, -2.0), atol=1e-12)
+    assert all(crosses(field) for field in inside)
+    width = inside.mean(axis=1)  # share of every column
+    assert width.min() > 0.1 - 1 / 64 and width.max() < 0.3 + 1 / 64
+    assert width.mean() == pytest.approx(0.2, abs=0.015)
+    assert np.ptp(width, axis=1).max() < 1 / 60  # a parallelogram
+
+
+def test_gaussian_fields():
+    case = CASES["ResSim-v2"]
+    x = log_k("ResSim-v2", 60) - 2.41
+    for rows, cols in (case.injectors, case.producers):
+        np.testing.assert_allclose(x[:, rows, cols], 0, atol=1e-8)
+    # Far from wells the prior's variance: rows half-way between wells, columns between the edges
+    far = x[:, 19:200:36, 18:22]
+    assert 3.5 < far.var() < 5.5 and abs(far.mean()) < 0.3
+    # Along π/8 (x grows, row falls) the correlation is longer than across, the other way and down
+    d = 10
+    step_x, step_y = round(d * np.cos(np.pi / 8)), round(d * np.sin(np.pi / 8))
+
+    def correlation(dy, dx):
+        a = x[:, 20:-20, 12:-12]
+        b = x[:, 20 + dy : x.shape[1] - 20 + dy, 12 + dx : x.shape[2] - 12 + dx]
+        return np.corrcoef(a.ravel(), b.ravel())[0, 1]
+
+    along = correlation(-step_y, step_x)
+    others = [correlation(step_y, step_x), correlation(step_x, step_y), correlation(d, 0)]
+    assert along > max(others) + 0.25
+    assert along == pytest.approx(np.exp(-d * 2.59 / case.lx), abs=0.12)
+
+
+def test_streak_fields():
+    x = log_k("ResSim-v3", 100)
+    streaks = x > 6
+    np.testing.assert_allclose(x[streaks], 8.0)
+    rest = x[~streaks]
+    assert rest.mean() == pytest.approx(3, abs=0.01) and rest.std() == pytest.approx(0.3, abs=0.01)
+    assert all(crosses(field) for field in streaks)
+    share = streaks.mean(axis=(1, 2))  # 2 or 3 of 64 rows, and the steps between them
+    assert 1 / 64 < share.min() and share.max() < 6 / 64 + 1e-9
+    # A streak is one cell wide, and the harmonic mean does not see it.
+    assert not any(ndimage.binary_erosion(f, np.ones((2, 2))).sum() > 60 for f in streaks)
+    k = np.exp(x)
+    coarse = coarsen(k, (32, 32), "harmonic")  # only where streaks meet or turn are cells full
+    assert (coarse > np.exp(5)).mean() < 0.005 and share.min() > 0.02
+
+
+# The environment --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_gymnasium_accepts_it(case):
+    env = gym.make(case, level=1, render_mode="rgb_array")
+    check_env(env.unwrapped, skip_render_check=False)
+    assert env.unwrapped.grid.level == 1
+    assert gym.make(case).unwrapped.grid.shape == CASES[case].grids[-1]
+
+
+def test_registering_twice_is_quiet():
+    """The script runs as __main__ and is imported, too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runpy.run_path(ppo_multilevel.__file__, run_name="second")
+
+
+def test_reset_draws_fields_and_step_ends():
+    env = ResSim("ResSim-v1", 1)
+    drawn = [env.reset(seed=4)[1]["field"]] + [env.reset()[1]["field"] for _ in range(9)]
+    again = [env.reset(seed=4)[1]["field"]] + [env.reset()[1]["field"] for _ in range(9)]
+    assert drawn == again and len(set(drawn)) > 3
+    obs, info = env.reset(options={"field": 7})
+    assert info == {"field": 7} and not obs[:32].any() and (obs[32:] == 1).all()
+    flags = [env.step(np.ones(64))[2:4] for _ in range(5)]
+    assert flags == [(False, False)] * 4 + [(True, False)]
+    with pytest.raises(RuntimeError, match="after the end"):
+        env.step(np.ones(64))
+    with pytest.raises(ValueError, match="field must be 0..15"):
+        env.reset(options={"field": 16})
+    with pytest.raises(RuntimeError, match="before reset"):
+        ResSim("ResSim-v1", 1).step(np.ones(64))
+
+
+def test_actions_are_clipped_and_must_be_finite():
+    a, b = ResSim("ResSim-v2", 1), ResSim("ResSim-v2", 1)
+    a.reset(options={"field": 0}), b.reset(options={"field": 0})
+    wild = np.linspace(-3, 4, 21)
+    np.testing.assert_array_equal(a.step(wild)[0], b.step(wild.clip(0.001, 1))[0])
+    with pytest.raises(ValueError, match="finite"):
+        a.step(np.full(21, np.nan))
+    with pytest.raises(ValueError, match="shape"):
+        a.step(np.ones(20))
+
+
+@pytest.mark.parametrize(
+    "perm",
+    [np.ones((8, 8)), np.ones((1, 8, 9)), np.zeros((1, 8, 8)), np.full((1, 8, 8), np.nan)]
+    + [-np.ones((1, 128, 128)), np.ones((0, 8, 8)), np.full((1, 128, 128), np.inf)],
+)
+def test_wrong_permeability_is_refused(perm):
+    with pytest.raises(ValueError, match="^perm must be .*$"):
+        ResSim("ResSim-v1", 1, perm=perm)
+
+
+def test_level_must_exist_and_own_fields_are_upscaled():
+    with pytest.raises(ValueError, match="level must be 1..5"):
+        ResSim("ResSim-v1", 6)
+    fine = np.random.default_rng(0).lognormal(size=(3, 128, 128)) * 1e-13
+    env = ResSim("ResSim-v1", 2, perm=fine)
+    np.testing.assert_array_equal(env.grid.perm, coarsen(fine, (16, 16), "harmonic"))
+    own = ResSim("ResSim-v1", 2, perm=env.grid.perm)
+    np.testing.assert_array_equal(own.grid.perm, env.grid.perm)
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_render(case):
+    env = ResSim(case, 1, render_mode="rgb_array")
+    env.reset(seed=0)
+    before = env.render()
+    env.step(np.ones(env.action_space.shape))
+    after = env.render()
+    assert after.dtype == np.uint8 and after.shape[2] == 3 and after.shape[0] >= 256
+    zoom = after.shape[0] // CASES[case].grids[-1][0]
+    for wells, colour in ((env.case.injectors, (255,) * 3), (env.case.producers, (230, 30, 30))):
+        for row, col in zip(*wells):
+            assert tuple(after[row * zoom, col * zoom]) == colour
+    blue = [image[..., 2].astype(float).mean() for image in (before, after)]
+    assert blue[1] > blue[0] + 5
