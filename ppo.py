@@ -67,9 +67,10 @@ def number(kind, low=-math.inf, high=math.inf, open_low=False):
     def parse(text):
         try:
             value = kind(text)
-        except ValueError:
+            finite = math.isfinite(value)
+        except (ValueError, OverflowError):
             raise argparse.ArgumentTypeError(f"'{text}' is not a valid {kind.__name__}") from None
-        if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+        if not finite or not low <= value <= high or (open_low and value == low):
             bounds = f"{'above' if open_low else 'at least'} {low}"
             bounds += f" and at most {high}" if high < math.inf else ""
             raise argparse.ArgumentTypeError(f"{text} is out of range, it must be {bounds}")
@@ -89,7 +90,7 @@ def add_common_arguments(parser):
         group.add_argument(name, default=default, help=text + default_text, **more)
 
     group = parser.add_argument_group("run")
-    option("--seed", natural, 1, "seed of all generators")
+    option("--seed", number(int, 0, 2**63 - 1), 1, "seed of all generators")
     option("--device", str, "auto", "auto, cpu, cuda or mps; auto is cpu, best for small networks")
     option("--num-workers", natural, 0, "processes that step the games; 0: step them in this one")
     option("--log-dir", str, "runs", "folder that receives the run's own folder")
@@ -149,19 +150,24 @@ def parse_args(argv=None):
     if args.num_iterations is None:
         total_timesteps = args.total_timesteps or 500_000
         args.num_iterations = max(1, total_timesteps // (args.num_envs * args.num_steps))
+    check_checkpoint(parser, args)
     return args
 
 
 def parse_with_run(parser, argv):
     """Parse argv; with --resume or --eval, that run's options are the defaults."""
     args = parser.parse_args(argv)
+    if args.resume and args.eval:
+        parser.error("argument --resume: not allowed with argument --eval")
+    if args.video and not args.eval:
+        parser.error("argument --video: only with --eval")
     run_dir, option = args.resume or args.eval, "--resume" if args.resume else "--eval"
     if run_dir:
         with option_error(parser, option):
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
             load_checkpoint(run_dir, "cpu")
-        for name in ("resume", "eval", "video", "quiet", "log_dir", "run_name"):
-            options.pop(name)
+            for name in ("resume", "eval", "video", "quiet", "log_dir", "run_name"):
+                options.pop(name)
         parser.set_defaults(**options)
         given = parser.parse_args(argv)
         if given.total_timesteps != options["total_timesteps"]:
@@ -173,13 +179,27 @@ def parse_with_run(parser, argv):
         parser.error("argument --device: there is no cuda device here, use cpu")
     if args.device == "mps" and not torch.backends.mps.is_available():
         parser.error("argument --device: there is no mps device here, use cpu")
+    if run_dir:
+        return args
     with option_error(parser, "--log-dir"):
         Path(args.log_dir).mkdir(parents=True, exist_ok=True)
         if not os.access(args.log_dir, os.W_OK):
             raise OSError(f"no permission to write to '{args.log_dir}'")
-    if args.run_name and not run_dir and (Path(args.log_dir) / args.run_name).exists():
+    if args.run_name and (Path(args.log_dir) / folder_name(args.run_name)).exists():
         parser.error(f"argument --run-name: '{args.run_name}' is there already, choose another")
     return args
+
+
+def check_checkpoint(parser, args):
+    """Refuse options beside --resume or --eval whose network is not that of the checkpoint."""
+    option, run_dir = ("--resume", args.resume) if args.resume else ("--eval", args.eval)
+    if run_dir:
+        with option_error(parser, option):
+            weights = load_checkpoint(run_dir)["model"]
+            shapes = {name: weight.shape for name, weight in weights.items()}
+            model = make_model(args).state_dict()
+            if shapes != {name: weight.shape for name, weight in model.items()}:
+                raise ValueError(f"the network in {run_dir} is not that of the options")
 
 
 def check_rows(parser, args, num_rows):
@@ -225,9 +245,9 @@ def check_spaces(observation_space, action_space):
 class Game:
     """One Gymnasium env that resets itself and keeps the return and length of its episode."""
 
-    def __init__(self, env_id, seed, render_mode=None):
+    def __init__(self, env_id, seed, **options):
         self.name, self.seed = env_id, seed
-        self.env = gym.make(env_id, render_mode=render_mode)
+        self.env = gym.make(env_id, **options)
         space = self.env.action_space
         self.bounds = (space.low, space.high) if isinstance(space, gym.spaces.Box) else None
 
@@ -809,11 +829,16 @@ def versions():
     return {"python": platform.python_version(), **packages, "git_commit": commit}
 
 
+def folder_name(name):
+    """Return a run's name with an underscore for what may not be in a folder's name."""
+    return re.sub(r"[^\w.-]+", "_", name)
+
+
 def make_run_dir(args, script):
     """Create and return the run's folder; raises FileExistsError if --run-name is taken."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name = args.run_name or f"{args.env}__{script}__{args.seed}__{stamp}"
-    run_dir = Path(args.log_dir) / re.sub(r"[^\w.-]+", "_", name)
+    run_dir = Path(args.log_dir) / folder_name(name)
     while run_dir.exists() and not args.run_name:  # another run began in the same second
         run_dir = run_dir.with_name(run_dir.name + "_")
     run_dir.mkdir()
@@ -841,6 +866,17 @@ def restore(run_dir, model, optimizer, generator):
     optimizer.load_state_dict(state["optimizer"])
     generator.set_state(state["generator"].cpu())
     return state["counters"]
+
+
+@contextmanager
+def saved_at_the_end(save):
+    """Save when the block ends, also by a GameError: the last iteration is complete then."""
+    try:
+        yield
+    except GameError:
+        save()
+        raise
+    save()
 
 
 class StopRequest:
@@ -921,21 +957,19 @@ def train(args):
         logger = stack.enter_context(closing(Logger(run_dir, args, COLUMNS, counters["iteration"])))
         pool = stack.enter_context(closing(make_pool(args, seeds, args.num_workers)))
         eval_pool = stack.enter_context(closing(make_eval_pool(args)))
+        save = functools.partial(save_checkpoint, run_dir, model, optimizer, generator, counters)
+        stack.enter_context(saved_at_the_end(save))
         pool.call("reset")
+        check_finite(pool.arrays, "the reset")
         if args.eval_every and counters["iteration"] == 0:
             logger.write(
                 counters | {"eval_return": evaluate(model, eval_pool, eval_pool.arrays).mean()}
             )
         while counters["iteration"] < args.num_iterations and stop.signal is None:
             started = time.perf_counter()
-            if args.anneal_lr:
-                progress = counters["iteration"] / args.num_iterations
-                optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - progress)
-            try:
-                buffer, episodes = rollout(model, pool, args.num_steps, generator)
-            except GameError:  # the last iteration is complete: keep it
-                save_checkpoint(run_dir, model, optimizer, generator, counters)
-                raise
+            progress = counters["iteration"] / args.num_iterations if args.anneal_lr else 0
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - progress)
+            buffer, episodes = rollout(model, pool, args.num_steps, generator)
             batch = make_batch(buffer, args.gamma, args.gae_lambda)
             row = update(model, optimizer, batch, args, generator)
 
@@ -947,8 +981,8 @@ def train(args):
             row |= counters | episode_means(recent) | {"sps": round(len(batch["obs"]) / seconds)}
             row["explained_variance"] = explained_variance(batch["values"], batch["returns"])
             row["learning_rate"] = optimizer.param_groups[0]["lr"]
-            if stop.signal is not None or is_due(counters["iteration"], args.save_every, args):
-                save_checkpoint(run_dir, model, optimizer, generator, counters)
+            if is_due(counters["iteration"], args.save_every, args):
+                save()
             if args.eval_every and is_due(counters["iteration"], args.eval_every, args):
                 row["eval_return"] = evaluate(model, eval_pool, eval_pool.arrays).mean()
             logger.write(row)
@@ -977,8 +1011,12 @@ def evaluate_run(args):
         returns = evaluate(model, pool, pool.arrays)
     print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {len(returns)} episodes")
     if args.video:
-        game = Game(args.env, EVAL_SEED, render_mode="rgb_array")
-        print(f"video: {record_video(Path(args.eval) / 'video.mp4', model, game)}")
+        try:
+            game = Game(args.env, EVAL_SEED, render_mode="rgb_array")
+            print(f"video: {record_video(Path(args.eval) / 'video.mp4', model, game)}")
+        except Exception as error:
+            problem = f"argument --video: no pictures of {args.env}: {first_line(error)}"
+            raise GameError(problem) from None
     return returns
 
 

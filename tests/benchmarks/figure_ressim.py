@@ -1,0 +1,110 @@
+"""Figure and table of the README from results/ressim: python tests/benchmarks/figure_ressim.py
+
+Writes results/ressim.png and prints what each run needs to reach 95 % and 99 % of the single-level
+improvement: of the mean over its last three evaluations over the start, mean of the seeds.
+"""
+
+import csv
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results"
+CASES = {
+    "ResSim-v1": {
+        "v1-1level": "128² only (PPO)",
+        "v1-2level": "64² + 128²",
+        "v1-3level": "32² + 64² + 128²",
+        "v1-64": "64² only",
+        "v1-32": "32² only",
+        "v1-16": "16² only",
+        "v1-8": "8² only",
+    },
+    "ResSim-v3": {
+        "v3-64": "64² only (PPO)",
+        "v3-step": "32² + 64², step",
+        "v3-noise": "32² + 64², noise, K 5",
+        "v3-32": "32² only",
+        "v3-16": "16² only",
+        "v3-8": "8² only",
+    },
+}
+
+
+def load(run):
+    """Return the seeds of a run, each {column: array}."""
+    seeds = []
+    for path in sorted((RESULTS / "ressim").glob(f"{run}__*.csv")):
+        with path.open() as file:
+            rows = list(csv.DictReader(file))
+        names = ("wall_seconds", "sim_seconds", "sim_cost", "eval_return", "iteration")
+        seeds.append({name: np.array([float(row[name]) for row in rows]) for name in names})
+    return seeds
+
+
+def first(seed, target, column):
+    """What the first evaluation at `target` or above has cost; NaN if there is none."""
+    reached = np.flatnonzero(seed["eval_return"] >= target)
+    return seed[column][reached[0]] if len(reached) else np.nan
+
+
+def spread(values, form):
+    """Format mean ± sd; seeds that never got there make it a dash."""
+    if np.isnan(values).any():
+        return f"— ({np.isfinite(values).sum()} of {len(values)})"
+    return f"{np.mean(values):{form}} ± {np.std(values):{form}}"
+
+
+def table(case, runs):
+    """Print a Markdown table of a case, costs to 95 % and 99 % of the single-level improvement."""
+    single = load(next(iter(runs)))
+    start = np.mean([seed["eval_return"][0] for seed in single])
+    final = np.mean([seed["eval_return"][-3:].mean() for seed in single])
+    print(f"\n{case}: start {start:.4f}, single level {final:.4f}")
+    print(
+        "| training | last return | best | sim s to 95 % | sim s to 99 % | cost to 99 % | iterations |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for run, label in runs.items():
+        seeds = load(run)
+        if not seeds:
+            continue
+        cells = [spread([seed["eval_return"][-3:].mean() for seed in seeds], ".4f")]
+        cells.append(spread([seed["eval_return"].max() for seed in seeds], ".4f"))
+        for share, column in ((0.95, "sim_seconds"), (0.99, "sim_seconds"), (0.99, "sim_cost")):
+            target = start + share * (final - start)
+            cells.append(spread([first(seed, target, column) for seed in seeds], ",.0f"))
+        cells.append("/".join(f"{seed['iteration'][-1]:.0f}" for seed in seeds))
+        print(f"| {label} | {' | '.join(cells)} |")
+
+
+def main():
+    """Print the tables and write the figure."""
+    figure, axes = plt.subplots(2, 3, figsize=(15, 9), sharey="row")
+    for row, (case, runs) in zip(axes, CASES.items()):
+        table(case, runs)
+        for ax, column, label in zip(
+            row,
+            ("sim_seconds", "wall_seconds", "sim_cost"),
+            ("simulation seconds", "wall seconds (one core)", "cost (finest-level steps)"),
+        ):
+            for i, (run, name) in enumerate(runs.items()):
+                for seed in load(run):
+                    x, y = seed[column][1:], seed["eval_return"][1:]
+                    ax.plot(x, y, color=f"C{i}", lw=1.3, label=name)
+                    name = None
+            ax.set_xscale("log")
+            ax.set_xlabel(label)
+            ax.grid(alpha=0.3)
+        row[0].set_ylabel(f"{case}: return on the evaluation fields, finest grid")
+        row[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "ressim.png", dpi=80)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Speed and memory of multilevel PPO on ResSim-v1, recorded in results/speed_ressim.csv.
+
+    python tests/benchmarks/speed_ressim.py
+
+Rows: milliseconds per actor and control step on each grid (one core, 25 actors in a batch, random
+actions, all 16 fields); seconds per iteration of the paper's three-level set-up (N 50, T 80 10 5,
+K 20, 10 minibatches, 2 workers), split into simulation, policy and update; memory of all its
+processes together (proportional set size, so that shared pages count once).
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).parent / "results" / "speed_ressim.csv"
+sys.path.insert(0, str(ROOT))
+
+import ppo_multilevel  # noqa: E402
+
+PAPER = (
+    "--env ResSim-v1 --levels 3 4 5 --num-steps 80 10 5 --num-envs 50 --num-minibatches 10 "
+    "--update-epochs 20 --vf-coef 1.0 --num-workers 2 --num-iterations 8 --eval-every 8"
+).split()
+
+
+def step_seconds(level, actors=25, episodes=5):
+    """Seconds of every step_batch call of `episodes` episodes, after one to warm up."""
+    envs = [ppo_multilevel.ResSim("ResSim-v1", level) for _ in range(actors)]
+    rng, seconds = np.random.default_rng(0), []
+    for _ in range(episodes + 1):
+        for i, env in enumerate(envs):
+            env.reset(seed=i, options={"field": i % 16})
+        for _ in range(envs[0].case.control_steps):
+            actions = rng.uniform(0.001, 1, (actors, *envs[0].action_space.shape))
+            start = time.perf_counter()
+            envs[0].step_batch(envs, actions)
+            seconds.append(time.perf_counter() - start)
+    return np.array(seconds[envs[0].case.control_steps :])
+
+
+def memory(pid):
+    """Proportional set size of a process and its descendants [MiB] (Linux)."""
+    kilobytes = 0
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            kilobytes += int(line.split()[1]) if line.startswith("Pss:") else 0
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it has ended
+        return 0.0
+    return kilobytes / 1024 + sum(memory(child) for child in children)
+
+
+def paper_run():
+    """Return the rows of progress.csv of a short run and its highest memory [MiB]."""
+    with tempfile.TemporaryDirectory() as folder:
+        where = ["--log-dir", folder, "--run-name", "run"]
+        command = [sys.executable, "-W", "ignore", "ppo_multilevel.py", *PAPER, *where]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        highest = 0.0
+        while process.poll() is None:
+            highest = max(highest, memory(process.pid))
+            time.sleep(0.2)
+        with (Path(folder) / "run" / "progress.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        versions = json.loads((Path(folder) / "run" / "config.json").read_text())["versions"]
+    return rows, highest, versions
+
+
+def main():
+    """Measure, print and write RESULTS."""
+    table = []
+    for level in (5, 4, 3, 2, 1):
+        ms = 1e3 * step_seconds(level) / 25
+        size = ppo_multilevel.CASES["ResSim-v1"].grids[level - 1][0]
+        table.append((f"{size}x{size} step", np.min(ms), np.median(ms), "ms per actor"))
+    rows, highest, versions = paper_run()
+    for name in ("simulation", "policy", "update"):
+        seconds = [float(row[f"{name}_seconds"]) for row in rows[2:]]  # the first one factors
+        table.append((f"iteration: {name}", np.min(seconds), np.median(seconds), "s"))
+    walls = np.diff([float(row["wall_seconds"]) for row in rows[1:]])
+    table.append(("iteration", walls.min(), np.median(walls), "s"))
+    table.append(("memory, all processes", highest, highest, "MiB"))
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["what", "min", "median", "unit"])
+        writer.writerows([(what, f"{a:.4g}", f"{b:.4g}", unit) for what, a, b, unit in table])
+        writer.writerow([f"versions: {json.dumps(versions)}"])
+    print(RESULTS.read_text())
+
+
+if __name__ == "__main__":
+    main()

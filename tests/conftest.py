@@ -1,0 +1,33 @@
+"""Settings of the tests: where the scripts are, and which tests run only on request."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+
+def pytest_addoption(parser):
+    """Add --slow."""
+    parser.addoption("--slow", action="store_true", help="run the learning runs as well")
+
+
+def pytest_configure(config):
+    """Register the marker of the learning runs; silence a warning that is not about the scripts."""
+    config.addinivalue_line("markers", "slow: a learning run of minutes, runs with --slow only")
+    config.addinivalue_line(
+        "filterwarnings", r"ignore:.*The environment ResSim.* is out of date:DeprecationWarning"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Skip the tests marked slow unless asked for."""
+    if config.getoption("--slow"):
+        return
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="slow, runs with --slow"))

@@ -1,0 +1,151 @@
+"""Small environments for the tests: Gymnasium ids `envs:<id>`, simulations with levels `envs:make`.
+
+They are a module of their own so that worker processes and subprocesses can import them too.
+"""
+
+import functools
+
+import gymnasium as gym
+import numpy as np
+
+SPACES = {
+    "box": gym.spaces.Box(-np.inf, np.inf, (2,), np.float32),
+    "four": gym.spaces.Box(-np.inf, np.inf, (4,), np.float32),
+    "dict": gym.spaces.Dict({"a": gym.spaces.Box(-1, 1, (2,)), "b": gym.spaces.Discrete(2)}),
+    "image": gym.spaces.Box(0, 255, (8, 8, 3), np.uint8),
+    "discrete": gym.spaces.Discrete(2),
+    "from_one": gym.spaces.Discrete(2, start=1),
+    "binary": gym.spaces.MultiBinary(3),
+    "half": gym.spaces.Box(-0.5, 0.5, (3,), np.float32),
+}
+
+
+class Scripted(gym.Env):
+    """Observation (episode, step), reward 10 · episode + step; episodes end as `ends` say."""
+
+    def __init__(self, ends=((1000, "terminated"),), obs="box", action="discrete"):
+        self.ends, self.actions, self.episode = ends, [], -1
+        self.observation_space, self.action_space = SPACES[obs], SPACES[action]
+
+    def psi(self):
+        obs = np.zeros(self.observation_space.shape or 2, dtype=np.float32)
+        obs[:2] = self.episode, self.t
+        return obs
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode, self.t = self.episode + 1, 0
+        return self.psi(), {}
+
+    def step(self, action):
+        self.actions.append(np.array(action))
+        self.t += 1
+        length, how = self.ends[self.episode % len(self.ends)]
+        terminated = self.t == length and how in ("terminated", "both")
+        truncated = self.t == length and how in ("truncated", "both")
+        return self.psi(), float(10 * self.episode + self.t), terminated, truncated, {}
+
+
+class Trouble(Scripted):
+    """An env whose `where` goes wrong: step, reward and observation at the 5th step of an episode,
+    the first observation only of its first episode, psi() only between map_from and step."""
+
+    def __init__(self, where, level=1, **kwargs):
+        super().__init__(((7, "terminated"),), **kwargs)
+        self.where, self.mapped = where, False
+
+    def map_from(self, other):
+        assert type(self) is type(other), "the two levels come from different modules"
+        self.episode, self.t, self.mapped = other.episode, other.t, True
+
+    def psi(self):
+        return super().psi() * (np.nan if self.where == "nan_psi" and self.mapped else 1)
+
+    def reset(self, *, seed=None, options=None):
+        self.mapped = False
+        obs, info = super().reset(seed=seed)
+        if self.where == "reset":
+            raise RuntimeError("broken on purpose")
+        first = self.episode == 0
+        return obs * (np.nan if self.where == "nan_reset" and first else 1), info
+
+    def step(self, action):
+        self.mapped = False
+        obs, reward, *ends = super().step(action)
+        if self.t == 5 and self.where == "step":
+            raise RuntimeError("broken on purpose")
+        if self.t == 5 and self.where == "nan_reward":
+            reward = np.nan
+        if self.t == 5 and self.where == "nan_obs":
+            obs = obs + np.inf
+        return obs, reward, *ends
+
+
+class Levels(gym.Env):
+    """Reach 0 on a line of 2^level cells with noise: a simulation that is quick on every level."""
+
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, level, obs_dim=2):
+        self.level = level
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (obs_dim,), np.float32)
+
+    def psi(self):
+        return np.round(self.state * 2**self.level).astype(np.float32) / 2**self.level
+
+    def map_from(self, other):
+        self.state, self.t = other.state.copy(), other.t
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.state, self.t = self.np_random.normal(size=2), 0
+        return self.psi(), {}
+
+    def step(self, action):
+        self.state, self.t = self.state + 0.1 * np.asarray(action), self.t + 1
+        return self.psi(), -float(np.square(self.state).sum()), False, self.t == 10, {}
+
+
+def make(level, evaluation=False):
+    """Return the simulation that works."""
+    return Levels(level)
+
+
+def make_other_spaces(level, evaluation=False):
+    """Return a simulation whose observation space is another one on every level."""
+    return Levels(level, obs_dim=level)
+
+
+def make_spaces(level, evaluation=False, **spaces):
+    """Return a simulation with these spaces."""
+    return Scripted(**spaces)
+
+
+def make_trouble(level, evaluation=False, where=None):
+    """Return a simulation that goes wrong on level 2."""
+    return Trouble(where if level == 2 else None, level)
+
+
+TROUBLES = ("step", "reset", "nan_reward", "nan_obs", "nan_reset", "nan_psi")
+BAD_SPACES = {
+    "dict": {"obs": "dict"},
+    "image": {"obs": "image"},
+    "binary": {"action": "binary"},
+    "from_one": {"action": "from_one"},
+}
+for _where in TROUBLES:  # envs:make_step, ...
+    globals()[f"make_{_where}"] = functools.partial(make_trouble, where=_where)
+for _name, _spaces in BAD_SPACES.items():  # envs:make_dict, ...
+    globals()[f"make_{_name}"] = functools.partial(make_spaces, **_spaces)
+
+_scripted = {"ends": ((2, "truncated"), (3, "terminated"), (2, "both"))}
+_registry = {"Scripted-v0": (Scripted, _scripted)}
+_registry["Quick-v0"] = Scripted, {"ends": ((3, "terminated"),), "obs": "four"}
+_registry["ScriptedBox-v0"] = Scripted, _scripted | {"action": "half"}
+for _where in TROUBLES:  # envs:Trouble-step-v0, ...
+    _registry[f"Trouble-{_where}-v0"] = Trouble, {"where": _where}
+for _name, _spaces in BAD_SPACES.items():  # envs:Spaces-dict-v0, ...
+    _registry[f"Spaces-{_name}-v0"] = Scripted, _spaces
+for _name, (_class, _kwargs) in _registry.items():
+    if _name not in gym.registry:
+        gym.register(_name, entry_point=_class, kwargs=_kwargs, disable_env_checker=True)

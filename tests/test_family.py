@@ -1,0 +1,141 @@
+"""The scripts are one family: the same text for the same thing, the same order of sections."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = [
+    name for name in ("ppo", "ppo_atari", "ppo_multilevel") if (ROOT / f"{name}.py").exists()
+]
+BANNER = "# ------------------------------------------------------------------------------------ "
+
+# What has the same name as in ppo.py and differs by design; all else is the same text.
+DIFFERS = {
+    "ppo_multilevel": (
+        "parse_args Game Games rollout update COLUMNS make_model make_eval_pool make_pool train "
+        "evaluate_run main"
+    ).split(),
+}
+SIBLINGS = [name for name in SCRIPTS if name != "ppo"]
+
+
+def top_level(script):
+    """Return {name: source text} of a script's functions, classes and constants."""
+    text, names = (ROOT / f"{script}.py").read_text(), {}
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            decorators = [ast.get_source_segment(text, d) for d in node.decorator_list]
+            names[node.name] = decorators, ast.get_source_segment(text, node)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            names[node.targets[0].id] = ast.get_source_segment(text, node)
+    return names
+
+
+def sections(script):
+    """Return the names on a script's banner comments, in their order."""
+    lines = (ROOT / f"{script}.py").read_text().splitlines()
+    return [line.removeprefix(BANNER) for line in lines if line.startswith(BANNER)]
+
+
+def option_parser(script):
+    """Return the parser that a script's parse_args makes."""
+    module, parsers = importlib.import_module(script), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.Parser, "parse_args", lambda self, _: parsers.append(self) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            module.parse_args([])
+    return parsers[0]
+
+
+@pytest.mark.parametrize("script", SIBLINGS)
+def test_shared_names_are_the_same_text(script):
+    """What has one name in two scripts has one text, but for the names in DIFFERS."""
+    ours, theirs = top_level("ppo"), top_level(script)
+    shared = ours.keys() & theirs.keys()
+    assert len(shared) > 30
+    assert {name for name in shared if ours[name] != theirs[name]} <= set(DIFFERS[script])
+
+
+@pytest.mark.parametrize("script", SIBLINGS)
+def test_list_of_differences_is_needed(script):
+    """Every name in DIFFERS is in both scripts and has two texts."""
+    ours, theirs = top_level("ppo"), top_level(script)
+    assert [name for name in DIFFERS[script] if ours[name] == theirs[name]] == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_import_of_a_sibling(script):
+    """Each script stands alone."""
+    imported = set()
+    for node in ast.walk(ast.parse((ROOT / f"{script}.py").read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module)
+    assert imported.isdisjoint({*SCRIPTS, "ppo", "ppo_atari", "ppo_multilevel"})
+
+
+@pytest.mark.parametrize("script", SIBLINGS)
+def test_sections_have_the_same_order(script):
+    """A sibling has all sections of ppo.py in the same order, and may have some of its own."""
+    assert len(sections("ppo")) > 8
+    assert [name for name in sections(script) if name in sections("ppo")] == sections("ppo")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_option_has_a_help_text(script):
+    """No option without meaning."""
+    options = [action for action in option_parser(script)._actions if action.option_strings]
+    assert len(options) > 30
+    assert [a.option_strings for a in options if not (a.help and a.help.strip())] == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_can_be_printed(script, capsys):
+    """--help formats all texts (no stray %), names all options and exits with 0."""
+    with pytest.raises(SystemExit) as exit_info:
+        importlib.import_module(script).parse_args(["--help"])
+    text = capsys.readouterr().out
+    assert exit_info.value.code == 0
+    assert "%(" not in text and "==SUPPRESS==" not in text
+    for action in option_parser(script)._actions:
+        assert all(name in text for name in action.option_strings)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_common_options(script):
+    """The scripts share the words of their command line."""
+    names = (
+        "env seed device num-workers num-envs num-steps num-minibatches update-epochs "
+        "total-timesteps num-iterations learning-rate anneal-lr no-anneal-lr gamma gae-lambda "
+        "clip-coef clip-vloss ent-coef vf-coef max-grad-norm target-kl norm-adv eval-every "
+        "eval-episodes save-every resume eval video run-name log-dir quiet"
+    ).split()
+    known = option_parser(script)._option_string_actions
+    assert [name for name in names if f"--{name}" not in known] == []
+
+
+def test_nothing_else_at_top_level():
+    """The repository's top level holds the scripts, four more names and dot-files."""
+    command = ["git", "-C", str(ROOT), "ls-files"]
+    try:
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    found = {line.split("/")[0] for line in listing.splitlines()}
+    known = {"ppo.py", "ppo_atari.py", "ppo_multilevel.py"}
+    known |= {"requirements.txt", "README.md", "LICENSE", "tests"}
+    assert {name for name in found if not name.startswith(".")} <= known
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_import_runs_nothing(script):
+    """Importing a script parses no command line and prints nothing."""
+    code = f"import sys; sys.argv.append('--nonsense'); import {script}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")

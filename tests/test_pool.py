@@ -1,0 +1,273 @@
+"""Tests of the worker pool: start methods, games that fail, workers and runs that are killed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import ppo
+import ppo_multilevel
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = [ppo, ppo_multilevel]
+SMALL = "--num-minibatches 2 --update-epochs 1 --hidden 8 --num-envs 4 --eval-every 0".split()
+STEPS = {ppo: ["--num-steps", "16"], ppo_multilevel: "--levels 1 2 --num-steps 16 8".split()}
+GOOD = {ppo: "CartPole-v1", ppo_multilevel: "envs:make"}
+linux = pytest.mark.skipif(sys.platform != "linux", reason="uses pgrep, ps and /dev/shm")
+
+
+@pytest.fixture(params=SCRIPTS, ids=lambda script: script.__name__)
+def script(request):
+    """Each of the scripts."""
+    return request.param
+
+
+def bad_env(script, where):
+    """Return the name of an env in which `where` goes wrong."""
+    return f"envs:Trouble-{where}-v0" if script is ppo else f"envs:make_{where}"
+
+
+def parse(script, log_dir, *options):
+    """Parse the options of a small run."""
+    options = [*SMALL, *STEPS[script], *options, "--quiet", "--log-dir", str(log_dir)]
+    return script.parse_args(options)
+
+
+def make_pool(script, args, num_workers, start_method=None):
+    """Return the pool of a script's games as its make_pool does, with a start method."""
+    with pytest.MonkeyPatch.context() as patch:
+        real = script.WorkerPool
+        patch.setattr(script, "WorkerPool", lambda *a: real(*a, start_method=start_method))
+        if script is ppo:
+            return script.make_pool(args, np.arange(4), num_workers)
+        return script.make_pool(args, [1, 2], np.arange(12).reshape(3, 4), num_workers)
+
+
+# The pool -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_workers_do_what_this_process_does(script, tmp_path, start_method, num_workers):
+    """All start methods and numbers of workers fill the shared arrays alike."""
+    if start_method == "spawn" and num_workers == 3:
+        pytest.skip("spawn is slow, one worker will do")
+    if start_method == "fork" and not hasattr(os, "fork"):
+        pytest.skip("no fork here")
+    args = parse(script, tmp_path, "--env", GOOD[script])
+    pools = [make_pool(script, args, 0), make_pool(script, args, num_workers, start_method)]
+    assert len(pools[1].workers) == num_workers
+    try:
+        for command, *arguments in [("reset",)] + [("step",), ("step", 1)][
+            : 1 + (script is not ppo)
+        ]:
+            for pool in pools:
+                pool.call(command, *arguments)
+            for name in set(pools[0].arrays) - {"seconds", "steps"}:
+                np.testing.assert_array_equal(*(pool.arrays[name] for pool in pools), name)
+        assert np.abs(pools[0].arrays["obs"]).min(axis=-1).max() > 0
+    finally:
+        for pool in pools:
+            pool.close()
+    assert not any(process.is_alive() for _, process in pools[1].workers)
+
+
+def test_more_workers_than_games(script, tmp_path):
+    """There are never more workers than games."""
+    pool = make_pool(script, parse(script, tmp_path, "--env", GOOD[script]), 7)
+    pool.close()
+    assert len(pool.workers) == 4
+
+
+@pytest.mark.parametrize("num_workers", ["0", "2"])
+@pytest.mark.parametrize("where", ["step", "reset"])
+def test_game_that_raises(script, tmp_path, where, num_workers):
+    """The error names the game and its seed first, then has the game's own traceback."""
+    options = ["--env", bad_env(script, where), "--num-workers", num_workers]
+    with pytest.raises(script.GameError) as error:
+        script.train(parse(script, tmp_path, *options))
+    first, *rest = str(error.value).splitlines()
+    assert bad_env(script, where) in first
+    assert ("level 2" in first) == (script is ppo_multilevel)
+    assert re.search(rf"\(seed \d+\) failed in {where}: broken on purpose", first)
+    assert rest[0].startswith("Traceback") and "envs.py" in str(error.value)
+    if where == "step":  # training had begun
+        (run_dir,) = tmp_path.iterdir()
+        script.load_checkpoint(run_dir)
+
+
+def test_file_is_loaded_once(tmp_path):
+    """All games of a user's file are of one module: it may keep data, and compare classes."""
+    text = (Path(__file__).parent / "envs.py").read_text()
+    (tmp_path / "simulation.py").write_text(text + "\n\nLOADS = []\n")
+    env = f"{tmp_path / 'simulation.py'}:make_trouble"
+    args = parse(ppo_multilevel, tmp_path / "runs", "--env", env, "--num-iterations", "1")
+    args.num_workers = 0
+    ppo_multilevel.train(args)
+
+
+@pytest.mark.parametrize("where", ["nan_reward", "nan_obs", "nan_reset"])
+def test_game_that_gives_nan(script, tmp_path, capsys, monkeypatch, where):
+    """One line names the quantity, the game, the step and the level; a checkpoint is left."""
+    options = [*SMALL, *STEPS[script], "--quiet", "--num-workers", "0"]
+    options += ["--log-dir", str(tmp_path), "--env", bad_env(script, where)]
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *options])
+    assert script.main() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    quantity = "rewards" if where == "nan_reward" else "obs"
+    step = "" if where == "nan_reset" else " at step 4"
+    assert re.search(rf"NaN or infinity in \w*{quantity} of game 0{step}", line)
+    if script is ppo_multilevel and where != "nan_reset":
+        assert "level 2" in line
+    if where == "nan_reset":
+        return
+    (run_dir,) = tmp_path.iterdir()
+    state = script.load_checkpoint(run_dir)
+    assert all(torch.isfinite(value).all() for value in state["model"].values())
+
+
+def test_partner_that_gives_nan_after_map_from(tmp_path):
+    """A NaN of psi() after map_from is found, before the policy has seen it."""
+    options = ["--env", "envs:make_nan_psi", "--levels", "2", "3", "--num-steps", "16", "4"]
+    args = parse(ppo_multilevel, tmp_path, *options, *"--num-iterations 1 --num-workers 0".split())
+    with pytest.raises(ppo_multilevel.GameError, match="NaN or infinity in obs of game 0"):
+        ppo_multilevel.train(args)
+
+
+def test_evaluation_that_fails(script, tmp_path, monkeypatch):
+    """A game that fails in an evaluation leaves the last iteration's checkpoint."""
+
+    def fail(*_):
+        raise script.GameError("broken on purpose")
+
+    args = parse(script, tmp_path, "--env", GOOD[script], "--num-iterations", "3")
+    args.eval_every, args.save_every, args.num_workers = 2, 0, 0
+    results = iter([lambda *_: np.zeros(1), fail])
+    monkeypatch.setattr(script, "evaluate", lambda *arguments: next(results)(*arguments))
+    with pytest.raises(script.GameError):
+        script.train(args)
+    (run_dir,) = tmp_path.iterdir()
+    assert script.load_checkpoint(run_dir)["counters"]["iteration"] == 2
+
+
+@pytest.mark.parametrize("during", [0, 2])
+def test_signal_during_an_evaluation(script, tmp_path, monkeypatch, during):
+    """A signal in the evaluation of iteration 2, or of the start, leaves a checkpoint too."""
+    args = parse(script, tmp_path, "--env", GOOD[script], "--num-iterations", "3")
+    args.eval_every, args.save_every, args.num_workers = 2, 0, 0
+    evaluations = iter([0, 2])
+
+    def evaluate(*_):
+        if next(evaluations) == during:
+            signal.raise_signal(signal.SIGTERM)
+        return np.zeros(1)
+
+    monkeypatch.setattr(script, "evaluate", evaluate)
+    result = script.train(args)
+    assert result.signal == signal.SIGTERM
+    assert script.load_checkpoint(result.run_dir)["counters"]["iteration"] == during
+
+
+def test_handlers_are_put_back(script, tmp_path):
+    """train leaves the process's signal handlers as they were."""
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    script.train(parse(script, tmp_path, "--env", GOOD[script], "--num-iterations", "1"))
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+# Whole runs ---------------------------------------------------------------------------------------
+
+
+def alive(pid):
+    """Whether the process exists and is no zombie."""
+    listed = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return bool(listed.stdout.strip()) and not listed.stdout.strip().startswith("Z")
+
+
+def wait_until(condition, seconds):
+    """Wait until condition() holds. Returns whether it did in time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def shared_memory():
+    """Return the names of what multiprocessing and torch keep in /dev/shm."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("pym-", "psm_", "torch_"))}
+
+
+@pytest.fixture(scope="module", params=["kill worker", "SIGTERM", "SIGINT", "kill main"])
+def ended(request, tmp_path_factory):
+    """Return a function of the script: what became of a run to which this happened."""
+    results = {}
+    return lambda script: results.setdefault(
+        script, end_run(script, request.param, tmp_path_factory.mktemp("run"))
+    )
+
+
+def end_run(script, how, log_dir):
+    """Start a run without end, wait until it trains, do `how` to it. Returns what is left."""
+    command = [sys.executable, str(ROOT / f"{script.__name__}.py"), "--env", GOOD[script]]
+    command += [*SMALL, *STEPS[script], "--num-workers", "2", "--save-every", "0"]
+    command += ["--num-iterations", "1000000", "--log-dir", str(log_dir), "--quiet"]
+    before = shared_memory()
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    main = subprocess.Popen(command, env=environment, **pipes)
+    try:
+
+        def trains():
+            assert main.poll() is None, main.communicate()
+            rows = [path.read_text().count("\n") for path in log_dir.glob("*/progress.csv")]
+            return bool(rows) and rows[0] >= 3
+
+        assert wait_until(trains, 90)
+        listed = subprocess.run(["pgrep", "-P", str(main.pid)], capture_output=True, text=True)
+        workers = [int(pid) for pid in listed.stdout.split()]
+        started = time.monotonic()
+        if how == "kill worker":
+            os.kill(workers[0], signal.SIGKILL)
+        else:
+            main.send_signal(signal.SIGKILL if how == "kill main" else getattr(signal, how))
+        _, err = main.communicate(timeout=30)
+    finally:
+        main.kill()
+    seconds = time.monotonic() - started
+    orphans = not wait_until(lambda: not any(map(alive, workers)), 5)
+    (run_dir,) = log_dir.iterdir()
+    result = {"how": how, "code": main.returncode, "err": err.splitlines(), "seconds": seconds}
+    result |= {"workers": workers, "orphans": orphans, "leaked": shared_memory() - before}
+    return SimpleNamespace(**result, run_dir=run_dir)
+
+
+@linux
+def test_run_that_is_ended(script, ended):
+    """Killed worker, SIGTERM, SIGINT, killed main process: no orphan, no leak, a checkpoint."""
+    run = ended(script)
+    assert len(run.workers) == 2
+    assert not run.orphans
+    assert run.leaked == set()
+    assert run.seconds < 10
+    codes = {"kill worker": 1, "SIGTERM": 143, "SIGINT": 130, "kill main": -signal.SIGKILL}
+    assert run.code == codes[run.how]
+    assert not [line for line in run.err if "Traceback" in line]
+    if run.how == "kill main":
+        return
+    iteration = script.load_checkpoint(run.run_dir)["counters"]["iteration"]
+    rows = (run.run_dir / "progress.csv").read_text().splitlines()
+    assert int(rows[-1].split(",")[0]) == iteration >= 2
+    if run.how == "kill worker":
+        assert re.fullmatch(rf"{script.__name__}.py: error: worker 0 died.*-9", run.err[0])
+    else:
+        assert len(run.err) == 1 and "stopping" in run.err[0]

@@ -1,0 +1,583 @@
+"""Tests of ppo.py: its numerical functions by hand values, its runs by what they leave behind."""
+
+import csv
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import ppo
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = Path(__file__).parent / "golden"
+SMALL = (
+    "--num-envs 4 --num-steps 32 --num-minibatches 2 --update-epochs 2 --hidden 16 16 "
+    "--learning-rate 1e-3 --eval-episodes 2 --quiet"
+).split()
+
+
+def column(*values):
+    """Return values as a (T, 1) tensor."""
+    return torch.tensor(values).reshape(-1, 1)
+
+
+# GAE ----------------------------------------------------------------------------------------------
+
+
+def test_gae_golden():
+    """Reference numbers; there `episode_starts` of a step says that the one before ended."""
+    g = {name: torch.tensor(value) for name, value in np.load(GOLDEN / "d_gae.npz").items()}
+    terminated = torch.cat([g["episode_starts"][1:], g["dones"][None]])
+    next_values = torch.cat([g["values"][1:], g["last_values"][None]])
+    gamma, lam = float(g["gamma"]), float(g["lam"])
+    never = torch.zeros_like(terminated)
+    advantages = ppo.gae(g["rewards"], g["values"], next_values, terminated, never, gamma, lam)
+    torch.testing.assert_close(advantages, g["advantages"], rtol=1e-5, atol=1e-6)
+    buffer = {"obs": torch.zeros(7, 3, 2), "actions": torch.zeros(7, 3), "next_values": next_values}
+    buffer |= {"logprobs": torch.zeros(7, 3), "rewards": g["rewards"], "values": g["values"]}
+    buffer |= {"terminated": terminated, "truncated": never}
+    batch = ppo.make_batch(buffer, gamma, lam)
+    torch.testing.assert_close(batch["returns"], g["returns"].flatten(), rtol=1e-5, atol=1e-6)
+    assert batch["obs"].shape == (21, 2)
+
+
+@pytest.mark.parametrize(
+    "terminated, truncated, next_value, expected",
+    [
+        (False, False, 30.0, (-0.1875, -4.75, -7.0)),
+        (False, True, 7.0, (-2.625, -14.5, -7.0)),  # bootstraps from 7, the sum stops
+        (True, False, 7.0, (-3.5, -18.0, -7.0)),  # 7 counts for nothing, the sum stops
+        (True, True, 7.0, (-3.5, -18.0, -7.0)),  # the same
+    ],
+)
+def test_gae_ends(terminated, truncated, next_value, expected):
+    """Hand values with γ = λ = ½ for an end, or none, at the second of three steps."""
+    rewards, values = column(1.0, 2.0, 3.0), column(10.0, 20.0, 30.0)
+    ends = [column(False, flag, False) for flag in (terminated, truncated)]
+    advantages = ppo.gae(rewards, values, column(20.0, next_value, 40.0), *ends, 0.5, 0.5)
+    assert advantages.flatten().tolist() == list(expected)
+
+
+def test_gae_special_lambdas():
+    """λ = 0 is the one-step error; λ = 1 the discounted rewards and last value, less V."""
+    gamma, T = 0.9, 6
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, T, 3, generator=generator)
+    last = torch.randn(1, 3, generator=generator)
+    following, never = torch.cat([values[1:], last]), torch.zeros(T, 3, dtype=torch.bool)
+    zero = ppo.gae(rewards, values, following, never, never, gamma, 0.0)
+    torch.testing.assert_close(zero, rewards + gamma * following - values)
+    one = ppo.gae(rewards, values, following, never, never, gamma, 1.0)
+    for t in range(T):
+        future = sum(gamma ** (k - t) * rewards[k] for k in range(t, T))
+        torch.testing.assert_close(one[t], future + gamma ** (T - t) * last[0] - values[t])
+
+
+def test_gae_refuses_other_shapes():
+    """All tensors have to be (T, N)."""
+    ok, flags = torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.bool)
+    with pytest.raises(AssertionError):
+        ppo.gae(ok, torch.zeros(4), ok, flags, flags, 0.9, 0.9)
+
+
+# Losses -------------------------------------------------------------------------------------------
+
+
+def losses_batch(model, ratios, advantages):
+    """Return a batch on which the model's ratios are `ratios`, and its values there."""
+    obs = torch.randn(len(ratios), 3, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        pi, values = model(obs)
+        actions = model.head.mode(pi)
+        logprobs = model.head.log_prob(pi, actions) - torch.tensor(ratios).log()
+    batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "values": values}
+    return batch | {"advantages": torch.tensor(advantages), "returns": values + 1}, values
+
+
+SPACES = {"discrete": gym.spaces.Discrete(3), "box": gym.spaces.Box(-1, 1, (2,))}
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_clipped_objective(space):
+    """PPO, Eq. (7), for ε = 0.2: a ratio beyond 1 ± ε gains nothing, but may lose."""
+    model = ppo.Model(3, SPACES[space], [8], False, -0.5)
+    ratios = [0.5, 0.9, 1.0, 1.1, 1.5] * 2
+    batch, _ = losses_batch(model, ratios, [2.0] * 5 + [-2.0] * 5)
+    pg_loss, _, entropy, logratio = ppo.losses(model, batch, 0.2, clip_vloss=False)
+    expected = [-1.0, -1.8, -2.0, -2.2, -2.4, 1.6, 1.8, 2.0, 2.2, 3.0]
+    torch.testing.assert_close(pg_loss, torch.tensor(expected))
+    torch.testing.assert_close(logratio.exp(), torch.tensor(ratios))
+    assert entropy.shape == (10,)
+
+
+def test_ratio_one_gives_minus_advantage():
+    """The policy that took the actions has ratio 1, so the loss is exactly −Â."""
+    model = ppo.Model(3, SPACES["discrete"], [8], True, 0.0)
+    batch, _ = losses_batch(model, [1.0] * 4, [1.0, -2.0, 3.0, -4.0])
+    pg_loss, *_, logratio = ppo.losses(model, batch, 0.2, clip_vloss=False)
+    assert pg_loss.tolist() == [-1.0, 2.0, -3.0, 4.0]
+    assert logratio.tolist() == [0.0] * 4
+
+
+def test_losses_literal():
+    """All terms against NumPy formulas on random rows."""
+    rng, n, eps = np.random.default_rng(0), 50, 0.1
+    model = ppo.Model(3, SPACES["box"], [8, 8], True, 0.3)
+    obs, actions, logprobs = rng.normal(size=(n, 3)), rng.normal(size=(n, 2)), rng.normal(size=n)
+    old_values, advantages, returns = rng.normal(size=(3, n))
+    columns = [obs, actions, logprobs - 3, old_values, advantages, returns]
+    names = ("obs", "actions", "logprobs", "values", "advantages", "returns")
+    batch = {name: torch.tensor(c, dtype=torch.float32) for name, c in zip(names, columns)}
+    with torch.no_grad():
+        terms = [term.numpy() for term in ppo.losses(model, batch, eps, clip_vloss=True)]
+        mean, values = (tensor.numpy().astype(float) for tensor in model(batch["obs"]))
+    sigma = np.exp(0.3)
+    density = np.exp(-0.5 * ((actions - mean) / sigma) ** 2) / (sigma * np.sqrt(2 * np.pi))
+    ratio = density.prod(axis=1) / np.exp(logprobs - 3)
+    objective = np.minimum(ratio * advantages, np.clip(ratio, 1 - eps, 1 + eps) * advantages)
+    clipped = old_values + np.clip(values - old_values, -eps, eps)
+    v_loss = 0.5 * np.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+    entropy = np.full(n, np.log(2 * np.pi * np.e * sigma**2))
+    for actual, expected in zip(terms, (-objective, v_loss, entropy, np.log(ratio))):
+        np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=1e-5)
+
+
+def test_value_clipping():
+    """Hand values: V moved by 1 from the old one, clipped to 0.2; the worse of both counts."""
+    model = ppo.Model(3, SPACES["discrete"], [8], False, 0.0)
+    batch, values = losses_batch(model, [1.0, 1.0], [0.0, 0.0])
+    batch |= {"values": values - 1, "returns": values + torch.tensor([0.5, -2.0])}
+    _, plain, *_ = ppo.losses(model, batch, 0.2, clip_vloss=False)
+    _, clipped, *_ = ppo.losses(model, batch, 0.2, clip_vloss=True)
+    torch.testing.assert_close(plain, torch.tensor([0.125, 2.0]))
+    torch.testing.assert_close(clipped, torch.tensor([0.845, 2.0]))
+
+
+def test_policy_change():
+    """KL estimate and share of clipped rows, by hand."""
+    ratios = torch.tensor([0.5, 0.9, 1.0, 1.5])
+    kl, clipfrac = ppo.policy_change(ratios.log(), 0.2)
+    expected = np.mean([0.5 - 1 - math.log(0.5), -0.1 - math.log(0.9), 0, 0.5 - math.log(1.5)])
+    assert float(kl) == pytest.approx(expected, rel=1e-5)
+    assert float(clipfrac) == 0.5
+
+
+@pytest.mark.parametrize(
+    "values, expected", [((1.0, 2.0, 3.0, 6.0), 1.0), ((5.0, 5.0, 5.0, 5.0), 0.0)]
+)
+def test_explained_variance(values, expected):
+    """1 for a perfect value function, 0 for a constant, NaN if there is nothing to explain."""
+    returns = torch.tensor([1.0, 2.0, 3.0, 6.0])
+    assert ppo.explained_variance(torch.tensor(values), returns) == pytest.approx(expected)
+    assert math.isnan(ppo.explained_variance(returns, torch.ones(4)))
+
+
+# Model --------------------------------------------------------------------------------------------
+
+
+def test_categorical_is_torchs():
+    """Log-probability, entropy and mode agree with torch.distributions."""
+    head = ppo.Categorical(5, 4)
+    torch.nn.init.normal_(head.logits.weight)
+    h = torch.randn(6, 5)
+    logp, reference = head(h), torch.distributions.Categorical(logits=head.logits(h))
+    actions = torch.tensor([0, 1, 2, 3, 0, 1])
+    torch.testing.assert_close(head.log_prob(logp, actions), reference.log_prob(actions))
+    torch.testing.assert_close(head.entropy(logp), reference.entropy())
+    assert torch.equal(head.mode(logp), reference.probs.argmax(dim=1))
+
+
+def test_gaussian_is_torchs():
+    """Log-probability, entropy and mode agree with torch.distributions."""
+    head = ppo.Gaussian(5, 3, 0.0)
+    torch.nn.init.normal_(head.mean.weight)
+    head.log_std.data = torch.tensor([-1.0, 0.0, 0.5])
+    mean, actions = head(torch.randn(6, 5)), torch.randn(6, 3)
+    reference = torch.distributions.Normal(mean, head.log_std.exp())
+    expected = reference.log_prob(actions).sum(dim=1)
+    torch.testing.assert_close(head.log_prob(mean, actions), expected)
+    torch.testing.assert_close(head.entropy(mean), reference.entropy().sum(dim=1))
+    assert torch.equal(head.mode(mean), mean)
+
+
+def test_gumbel_max_frequencies():
+    """Sampled actions have the policy's frequencies, to five standard errors."""
+    head, n = ppo.Categorical(2, 3), 40_000
+    probs = torch.tensor([0.1, 0.3, 0.6])
+    noise = head.noise(n, torch.Generator().manual_seed(0))
+    actions = head.sample(probs.log().expand(n, 3), noise)
+    frequencies = torch.bincount(actions, minlength=3) / n
+    assert ((frequencies - probs).abs() < 5 * (probs * (1 - probs) / n).sqrt()).all()
+
+
+def test_gaussian_sample():
+    """A sample is μ + σ ε, with standard normal ε."""
+    head, mean = ppo.Gaussian(2, 2, 0.0), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    head.log_std.data = torch.tensor([2.0, 0.5]).log()
+    noise = torch.tensor([[1.0, -1.0], [0.0, 2.0]])
+    torch.testing.assert_close(head.sample(mean, noise), torch.tensor([[3.0, 1.5], [3.0, 5.0]]))
+    noise = head.noise(20_000, torch.Generator().manual_seed(0))
+    assert noise.shape == (20_000, 2)
+    assert noise.mean(dim=0).abs().max() < 0.04 and (noise.std(dim=0) - 1).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("shared", [True, False])
+def test_initialisation(space, shared):
+    """Orthogonal weights: gain √2 in the hidden layers, 0.01 policy, 1 value; zero biases."""
+    model = ppo.Model(5, SPACES[space], [16, 8], shared, -0.7)
+    assert (model.critic is model.actor) == shared
+    head = model.head.logits if space == "discrete" else model.head.mean
+    gains = {head: 0.01, model.value: 1.0}
+    hidden = [layer for net in (model.actor, model.critic) for layer in net[::2]]
+    gains |= {layer: 2**0.5 for layer in hidden}
+    assert [layer.out_features for layer in model.actor[::2]] == [16, 8]
+    for layer, gain in gains.items():
+        W = layer.weight.detach()
+        product = W @ W.T if W.shape[0] <= W.shape[1] else W.T @ W
+        torch.testing.assert_close(product, gain**2 * torch.eye(len(product)), atol=1e-6, rtol=1e-5)
+        assert (layer.bias == 0).all()
+    if space == "box":
+        assert model.head.log_std.tolist() == pytest.approx([-0.7, -0.7])
+
+
+# Rollout ------------------------------------------------------------------------------------------
+
+
+class Stub:
+    """A model whose values are V(s) = 100 s_0 + s_1 and whose policy is `head`'s at zero."""
+
+    def __init__(self, head):
+        self.head, self.value = head, SimpleNamespace(weight=torch.zeros(1))
+
+    def __call__(self, obs):
+        return torch.zeros(len(obs), self.head.n), 100 * obs[:, 0] + obs[:, 1]
+
+
+def scripted_rollout(env_id, head, num_steps):
+    """Return pool, buffer and episodes of a rollout in two games."""
+    pool = ppo.make_pool(SimpleNamespace(env=env_id), np.arange(2), 0)
+    pool.call("reset")
+    generator = torch.Generator().manual_seed(0)
+    return pool, *ppo.rollout(Stub(head), pool, num_steps, generator)
+
+
+def test_rollout_at_ends_of_episodes():
+    """Episodes of 2 (truncated), 3 (terminated) and 2 (both) steps; obs = (episode, step)."""
+    pool, buffer, episodes = scripted_rollout("envs:Scripted-v0", ppo.Categorical(1, 2), 8)
+    buffer = {name: rows[:, 1] for name, rows in buffer.items()}  # of the second game
+    steps = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (3, 0)]
+    assert [tuple(row) for row in buffer["obs"].int().tolist()] == steps
+    assert buffer["rewards"].tolist() == [10 * episode + t + 1 for episode, t in steps]
+    assert buffer["values"].tolist() == [100 * episode + t for episode, t in steps]
+    assert buffer["truncated"].nonzero().flatten().tolist() == [1]
+    assert buffer["terminated"].nonzero().flatten().tolist() == [4, 6]  # both is terminated
+    # V of where the step led, also at the truncated step 1; what ends for good does not count.
+    next_values = buffer["next_values"].where(~buffer["terminated"], torch.tensor(-1.0))
+    assert next_values.tolist() == [1, 2, 101, 102, -1, 201, -1, 301]
+    assert episodes[::2] == [(3.0, 2), (36.0, 3), (43.0, 2)]
+    assert pool.arrays["obs"].tolist() == [[3, 1]] * 2
+
+
+def test_advantages_do_not_see_what_follows_termination():
+    """δ of a terminated step is r − V, whatever next_values holds there."""
+    _, buffer, _ = scripted_rollout("envs:Scripted-v0", ppo.Categorical(1, 2), 8)
+    batch = ppo.make_batch(buffer, 0.9, 0.0)
+    advantages = batch["advantages"].view(8, 2)[:, 0]
+    assert advantages[4] == 13 - 102 and advantages[6] == 22 - 201
+    assert float(advantages[1]) == pytest.approx(2 + 0.9 * 2 - 1)  # truncated: V of final_obs
+
+
+def test_box_actions_are_clipped_for_the_env_only():
+    """The env gets actions within its bounds, the buffer keeps what the policy sampled."""
+    head = ppo.Gaussian(1, 3, 1.0)
+    pool, buffer, _ = scripted_rollout("envs:ScriptedBox-v0", head, 6)
+    stored = buffer["actions"][:, 0].numpy()
+    received = np.stack(pool.games.games[0].env.unwrapped.actions)
+    assert np.abs(stored).max() > 0.5
+    np.testing.assert_array_equal(received, stored.clip(-0.5, 0.5))
+    expected = head.log_prob(torch.zeros(6, 3), buffer["actions"][:, 0])
+    torch.testing.assert_close(buffer["logprobs"][:, 0], expected)
+
+
+# Update -------------------------------------------------------------------------------------------
+
+
+def update_setup(**changes):
+    """Return model, optimizer, batch of 12 rows, args and generator for `update`."""
+    torch.manual_seed(0)
+    args = {"update_epochs": 3, "num_minibatches": 4, "norm_adv": True, "clip_coef": 0.2}
+    args |= {"clip_vloss": False, "vf_coef": 0.5, "ent_coef": 0.01, "max_grad_norm": 0.5}
+    args = SimpleNamespace(**(args | {"target_kl": None, "learning_rate": 0.01} | changes))
+    model = ppo.Model(3, SPACES["discrete"], [8], False, 0.0)
+    batch, values = losses_batch(model, [1.0] * 12, torch.randn(12).tolist())
+    batch["returns"] = values + torch.randn(12)
+    optimizer = torch.optim.Adam(model.parameters(), args.learning_rate)
+    return model, optimizer, batch, args, torch.Generator().manual_seed(0)
+
+
+def count_steps(monkeypatch):
+    """Return a list that grows by one entry per step of the optimizer."""
+    steps, real = [], ppo.step
+    monkeypatch.setattr(ppo, "step", lambda *arguments: steps.append(real(*arguments)))
+    return steps
+
+
+def test_target_kl_ends_the_update(monkeypatch):
+    """The first step has KL 0; the second minibatch sees a KL above the target and stops."""
+    steps = count_steps(monkeypatch)
+    row = ppo.update(*update_setup(target_kl=1e-9))
+    assert len(steps) == 1 and row["approx_kl"] > 0
+    ppo.update(*update_setup(target_kl=1e9))
+    assert len(steps) == 1 + 3 * 4
+    ppo.update(*update_setup())
+    assert len(steps) == 1 + 2 * 3 * 4
+
+
+@pytest.mark.parametrize("norm_adv", [True, False])
+def test_minibatches(monkeypatch, norm_adv):
+    """Every epoch uses each row once; advantages are normalised per minibatch, or not at all."""
+    used, real = [], ppo.losses
+    monkeypatch.setattr(ppo, "losses", lambda model, mb, *a: used.append(mb) or real(model, mb, *a))
+    model, optimizer, batch, args, generator = update_setup(norm_adv=norm_adv)
+    ppo.update(model, optimizer, batch, args, generator)
+    orders = []
+    for epoch in (used[:4], used[4:8], used[8:]):
+        returns = torch.cat([mb["returns"] for mb in epoch])
+        assert torch.equal(returns.sort()[0], batch["returns"].sort()[0])
+        orders.append(returns.tolist())
+        if not norm_adv:
+            advantages = torch.cat([mb["advantages"] for mb in epoch])
+            assert torch.equal(advantages.sort()[0], batch["advantages"].sort()[0])
+            continue
+        for mb in epoch:
+            assert abs(float(mb["advantages"].mean())) < 1e-6
+            assert float(mb["advantages"].std()) == pytest.approx(1, abs=1e-5)
+    assert orders[0] != orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("size, expected", [(30.0, 0.5), (0.1, 0.1)])
+def test_gradient_clipping(size, expected):
+    """A gradient longer than --max-grad-norm is shortened to it, a shorter one is kept."""
+    model = torch.nn.Linear(3, 1)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    direction = torch.tensor([2.0, 1.0, 2.0]) / 3
+    loss = size * (model.weight * direction).sum()
+    ppo.step(model, torch.optim.SGD(model.parameters(), lr=1.0), loss, 0.5)
+    change = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+    assert float(change.norm()) == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(change[:3], -expected * direction, rtol=1e-4, atol=1e-6)
+
+
+# Runs ---------------------------------------------------------------------------------------------
+
+
+def train(log_dir, *options):
+    """Train on CartPole in this process."""
+    return ppo.train(ppo.parse_args([*SMALL, "--log-dir", str(log_dir), *options]))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of four iterations."""
+    return train(tmp_path_factory.mktemp("run"), "--num-iterations", "4", "--eval-every", "2")
+
+
+def progress(run_dir):
+    """Return the rows of progress.csv."""
+    with (run_dir / "progress.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_run_config(run):
+    """config.json has all options and versions; the folder's name says what ran."""
+    config = json.loads((run.run_dir / "config.json").read_text())
+    assert config["options"]["learning_rate"] == 1e-3
+    assert config["options"]["env"] == "CartPole-v1"
+    assert config["versions"]["torch"] == torch.__version__
+    assert {"python", "gymnasium", "numpy", "git_commit"} <= config["versions"].keys()
+    assert run.run_dir.name.startswith("CartPole-v1__ppo__1__")
+
+
+def test_run_progress(run):
+    """progress.csv has a row per iteration, after the evaluation of the start, and all columns."""
+    rows = progress(run.run_dir)
+    names = (
+        "iteration global_step wall_seconds sps episodic_return eval_return policy_loss value_loss "
+        "entropy approx_kl clipfrac explained_variance learning_rate"
+    ).split()
+    assert set(names) <= rows[0].keys()
+    assert [int(row["iteration"]) for row in rows] == [0, 1, 2, 3, 4]
+    assert [int(row["global_step"]) for row in rows] == [0, 128, 256, 384, 512]
+    assert [bool(row["eval_return"]) for row in rows] == [True, False, True, False, True]
+    for row in rows[1:]:
+        assert all(math.isfinite(float(row[name])) for name in names if name != "eval_return")
+    seconds = [float(row["wall_seconds"]) for row in rows]
+    assert seconds == sorted(seconds) and seconds[0] == 0
+    assert 0 < float(rows[-1]["entropy"]) < math.log(2) + 1e-6
+    assert float(rows[-1]["eval_return"]) == run.history[-1]["eval_return"]
+
+
+def test_learning_rate_falls_linearly(run):
+    """--anneal-lr: 1, ¾, ½, ¼ of the learning rate; --no-anneal-lr keeps it."""
+    rates = [row["learning_rate"] for row in run.history[1:]]
+    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+
+
+def test_learning_rate_without_annealing(tmp_path):
+    """--no-anneal-lr keeps the learning rate."""
+    history = train(tmp_path, "--num-iterations", "2", "--no-anneal-lr").history
+    assert [row["learning_rate"] for row in history] == [1e-3, 1e-3]
+
+
+def test_run_checkpoint(run):
+    """checkpoint.pt loads without running code and holds the model, optimizer and counters."""
+    state = torch.load(run.run_dir / "checkpoint.pt", weights_only=True)
+    assert state["counters"]["iteration"] == 4 and state["counters"]["global_step"] == 512
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(state["model"][name], value)
+    assert float(state["optimizer"]["state"][0]["step"]) == 4 * 2 * 2
+    assert not list(run.run_dir.glob("*partial*"))
+
+
+def test_run_tensorboard(run):
+    """TensorBoard finds CleanRL's tags at the global steps of progress.csv."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.run_dir))
+    events.Reload()
+    charts = {f"charts/{name}" for name in ("episodic_return", "SPS", "learning_rate")}
+    names = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()
+    tags = set(events.Tags()["scalars"])
+    assert charts | {f"losses/{name}" for name in names} | {"charts/eval_return"} <= tags
+    values = events.Scalars("losses/value_loss")
+    assert [event.step for event in values] == [128, 256, 384, 512]
+    expected = [row["value_loss"] for row in run.history[1:]]
+    assert [event.value for event in values] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("num_workers", ["0", "1", "2"])
+def test_same_seed_same_parameters(run, tmp_path, num_workers):
+    """A seed gives bitwise the same parameters, with any number of workers and evaluations."""
+    again = train(tmp_path, "--num-iterations", "4", "--num-workers", num_workers)
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name]), name
+
+
+def test_other_seed_other_parameters(run, tmp_path):
+    """Another seed gives other weights and another run."""
+    other = train(tmp_path, "--num-iterations", "4", "--seed", "2")
+    assert not torch.equal(run.model.value.weight, other.model.value.weight)
+    assert other.history[-1]["policy_loss"] != run.history[-1]["policy_loss"]
+
+
+def test_resume(run, tmp_path):
+    """--resume continues counters, optimizer and learning rate, and appends to progress.csv."""
+    first = train(tmp_path, "--num-iterations", "2")
+    with (first.run_dir / "progress.csv").open("a") as file:
+        file.write("3,384\r\n")  # as if the run had gone on after its last checkpoint
+    options = ["--resume", str(first.run_dir), "--num-iterations", "4", "--quiet"]
+    args = ppo.parse_args(options)
+    assert args.hidden == [16, 16] and args.num_steps == 32
+    second = ppo.train(args)
+    assert second.run_dir == first.run_dir
+    assert [row["iteration"] for row in second.history] == [3, 4]
+    assert [row["global_step"] for row in second.history] == [384, 512]
+    rates = [row["learning_rate"] for row in second.history]
+    assert rates == pytest.approx([0.5e-3, 0.25e-3])
+    assert [int(row["iteration"]) for row in progress(first.run_dir)] == [1, 2, 3, 4]
+    state = torch.load(first.run_dir / "checkpoint.pt", weights_only=True)
+    assert float(state["optimizer"]["state"][0]["step"]) == 4 * 2 * 2
+    assert state["counters"]["wall_seconds"] > first.history[-1]["wall_seconds"]
+
+
+def test_resume_starts_from_the_checkpoint(run, tmp_path):
+    """A run resumed for no iteration more has the parameters of its checkpoint."""
+    copy = shutil.copytree(run.run_dir, tmp_path / "copy")
+    again = ppo.train(ppo.parse_args(["--resume", str(copy), "--quiet"]))
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name])
+    assert progress(copy) == progress(run.run_dir)
+
+
+def test_options_beside_resume_replace_the_runs(tmp_path):
+    """A constant learning rate given beside --resume is the one that is used."""
+    first = train(tmp_path, "--num-iterations", "1", "--no-anneal-lr")
+    options = f"--resume {first.run_dir} --num-iterations 2 --learning-rate 5e-4 --quiet".split()
+    history = ppo.train(ppo.parse_args(options)).history
+    assert [row["learning_rate"] for row in history] == [5e-4]
+
+
+def test_eval(run, capsys, monkeypatch, tmp_path):
+    """--eval prints mean ± sd, which are those of the run's own last evaluation."""
+    monkeypatch.chdir(tmp_path)
+    returns = ppo.evaluate_run(ppo.parse_args(["--eval", str(run.run_dir)]))
+    found = re.search(r"(-?\d+\.\d+) ± (\d+\.\d+) over 2 episodes", capsys.readouterr().out)
+    assert float(found[1]) == pytest.approx(returns.mean(), abs=1e-3)
+    assert float(found[2]) == pytest.approx(returns.std(), abs=1e-3)
+    assert returns.mean() == run.history[-1]["eval_return"]
+
+
+def test_video(run, monkeypatch, tmp_path):
+    """--eval --video writes a film of one episode that can be read."""
+    cv2 = pytest.importorskip("cv2")
+    monkeypatch.chdir(tmp_path)
+    options = ["--eval", str(run.run_dir), "--eval-episodes", "1", "--video"]
+    returns = ppo.evaluate_run(ppo.parse_args(options))
+    video = cv2.VideoCapture(str(run.run_dir / "video.mp4"))
+    readable, picture = video.read()
+    frames = video.get(cv2.CAP_PROP_FRAME_COUNT)
+    video.release()
+    assert readable and picture.std() > 0
+    assert abs(frames - returns[0]) <= 1  # CartPole's return is its length
+
+
+@pytest.mark.parametrize("save_every, expected", [("2", [2, 4, 5]), ("0", [5])])
+def test_save_every(monkeypatch, tmp_path, save_every, expected):
+    """Checkpoints are written every so many iterations, and at the end."""
+    saved, real = [], ppo.save_checkpoint
+
+    def save(*arguments):
+        saved.append(arguments[-1]["iteration"])
+        real(*arguments)
+
+    monkeypatch.setattr(ppo, "save_checkpoint", save)
+    train(tmp_path, "--num-iterations", "5", "--save-every", save_every)
+    assert sorted(set(saved)) == expected
+
+
+def test_total_timesteps(monkeypatch, tmp_path):
+    """The number of iterations follows from the steps, those of one iteration are the minimum."""
+    monkeypatch.chdir(tmp_path)
+    assert ppo.parse_args([*SMALL, "--total-timesteps", "1000"]).num_iterations == 7
+    assert ppo.parse_args([*SMALL, "--total-timesteps", "1"]).num_iterations == 1
+    assert ppo.parse_args([]).num_iterations == 500_000 // 512
+
+
+def test_status_lines(capsys, tmp_path):
+    """Without --quiet there is a line per update, and the last line names the run's folder."""
+    options = [*SMALL[:-1], "--log-dir", str(tmp_path), "--num-iterations", "2"]
+    run_dir = ppo.train(ppo.parse_args(options)).run_dir
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and str(run_dir) in lines[-1]
+    for i, line in enumerate(lines[:2], start=1):
+        assert re.search(rf"update {i}/2 .*{128 * i}.*ETA", line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+def test_learns_cartpole(tmp_path, seed):
+    """The default command reaches a mean return of 475, CartPole's "solved"."""
+    command = [sys.executable, "ppo.py", "--env", "CartPole-v1", "--seed", seed, "--quiet"]
+    subprocess.run([*command, "--log-dir", str(tmp_path)], cwd=ROOT, check=True)
+    (run_dir,) = tmp_path.iterdir()
+    assert max(float(row["episodic_return"]) for row in progress(run_dir)) >= 475
