@@ -11,15 +11,16 @@ estimation (arXiv 1506.02438). See also Huang et al. 2022, The 37 implementation
 
 Each iteration runs the policy π_old for T steps in N games, then takes K epochs of minibatch steps:
 
-    δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                             GAE, Eq. (12)
-    Â_t = δ_t + γλ (1 − done_t) Â_{t+1},   R_t = Â_t + V(s_t)                        GAE, Eq. (16)
+    δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                             PPO, Eq. (12)
+    Â_t = δ_t + γλ (1 − done_t) Â_{t+1},   R_t = Â_t + V(s_t)           PPO, Eq. (11); GAE, Eq. (16)
     r_t(θ) = π_θ(a_t|s_t) / π_old(a_t|s_t)                                           PPO, Sec. 3
     L^CLIP(θ) = E[min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)]                       PPO, Eq. (7)
     loss = E[−L^CLIP + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]                  PPO, Eq. (9)
 
-Shapes: T steps (--num-steps), N games (--num-envs), M rows of a minibatch, D observation entries,
-A action entries (none for a Discrete action). Everything stored at index t belongs to the action
-taken at t: `terminated[t]` and `truncated[t]` say how that action ended the episode, if it did.
+r_t is the reward, r_t(θ) the probability ratio. Shapes: T steps (--num-steps), N games
+(--num-envs), B minibatches of M rows, D observation entries, A action entries. Everything stored at
+index t belongs to the action taken at t: `terminated[t]` and `truncated[t]` say how that action
+ended the episode, if it did.
 """
 
 import argparse
@@ -79,12 +80,13 @@ def number(kind, low=-math.inf, high=math.inf, open_low=False):
     return parse
 
 
-def add_common_arguments(parser):
-    """Add the options that all scripts of the family share; a script may set other defaults."""
+def add_common_arguments(parser, **defaults):
+    """Add the options that all scripts of the family share, with a script's own `defaults`."""
     count, positive, coefficient = number(int, 1), number(float, 0, open_low=True), number(float, 0)
     natural, fraction, real = number(int, 0), number(float, 0, 1), number(float)
 
     def option(name, kind, default, text, **more):
+        default = defaults.get(name[2:].replace("-", "_"), default)
         more |= {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
         default_text = "" if default is None or kind is bool and not default else " (%(default)s)"
         group.add_argument(name, default=default, help=text + default_text, **more)
@@ -147,6 +149,7 @@ def parse_args(argv=None):
         check_spaces(env.observation_space, env.action_space)
         env.close()
     check_rows(parser, args, args.num_envs * args.num_steps)
+    check_normaliser(parser, args, args.num_envs * args.num_steps)
     if args.num_iterations is None:
         total_timesteps = args.total_timesteps or 500_000
         args.num_iterations = max(1, total_timesteps // (args.num_envs * args.num_steps))
@@ -203,13 +206,16 @@ def check_checkpoint(parser, args):
 
 
 def check_rows(parser, args, num_rows):
-    """Refuse a number of minibatches that does not divide the rows, or leaves too few of them."""
-    rows, remainder = divmod(num_rows, args.num_minibatches)
-    problem = f"argument --num-minibatches: {args.num_minibatches} minibatches of {num_rows} rows"
-    if remainder:
-        parser.error(f"{problem}: the first must divide the second")
-    if rows == 1 and args.norm_adv:
-        parser.error(f"{problem}: --norm-adv needs at least 2 rows in each")
+    """Refuse a number of minibatches that does not divide the rows."""
+    B = args.num_minibatches
+    if num_rows % B:
+        parser.error(f"argument --num-minibatches: {B} does not divide the {num_rows} rows")
+
+
+def check_normaliser(parser, args, num_rows):
+    """Refuse minibatches of a single row, whose advantages have no deviation."""
+    if args.norm_adv and num_rows == args.num_minibatches:
+        parser.error("argument --num-minibatches: --norm-adv needs 2 rows in each minibatch")
 
 
 @contextmanager
@@ -257,11 +263,13 @@ class Game:
         obs, _ = self.env.reset(seed=seed)
         return obs
 
+    def clip(self, action):
+        """Return a Box action within its bounds: on the way to the env, not in log π(a|s)."""
+        return action if self.bounds is None else np.clip(action, *self.bounds)
+
     def step(self, action):
-        """Take one step; a bounded Box action is clipped here, never in the log-probability."""
-        if self.bounds is not None:
-            action = np.clip(action, *self.bounds)
-        return self.record(*self.env.step(action)[:4])
+        """Take one step. Returns what `record` does."""
+        return self.record(*self.env.step(self.clip(action))[:4])
 
     def record(self, obs, reward, terminated, truncated):
         """Keep the episode's books of a step, start the next episode if this one ended.
@@ -318,15 +326,14 @@ STEP_OUTPUTS = (
 def array_layout(num_envs, observation_space, action_space):
     """Return {name: (shape, dtype)} of the arrays that main process and workers share."""
     N, D = num_envs, observation_space.shape
-    float64, flag = (N,), ((N,), np.bool_)
     return {
         "obs": ((N, *D), np.float32),
         "final_obs": ((N, *D), np.float32),
         "actions": ((N, *action_space.shape), action_space.dtype),
-        "rewards": (float64, np.float64),
-        "terminated": flag,
-        "truncated": flag,
-        "episode_return": (float64, np.float64),
+        "rewards": ((N,), np.float32),
+        "terminated": ((N,), np.bool_),
+        "truncated": ((N,), np.bool_),
+        "episode_return": ((N,), np.float64),
         "episode_length": ((N,), np.int64),
     }
 
@@ -358,8 +365,8 @@ def view(buffers):
 
 def worker_process(pipe, make_games, rows, buffers):
     """Main loop of a worker: make its games, then carry out one command after the other."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # these are for the main process to handle
-        signal.signal(number, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM):  # these are for the main process to handle
+        signal.signal(signum, signal.SIG_IGN)
     parent = multiprocessing.parent_process().sentinel
     try:
         games = make_games(rows, view(buffers))
@@ -406,7 +413,11 @@ class WorkerPool:
             process.start()
             remote.close()
             self.workers.append((pipe, process))
-        self.receive()
+        try:
+            self.receive()
+        except BaseException:  # one of them could not start
+            self.close()
+            raise
 
     def call(self, command, *arguments):
         """Have every worker carry out a command. Return the list of their answers."""
@@ -584,42 +595,25 @@ def rollout(model, pool, num_steps, generator):
         arrays["actions"][:] = actions.cpu().numpy()
         pool.call("step")
         check_finite(arrays, f"step {t}")
-        cut = arrays["truncated"]
-        for name, value in transition(model, arrays, obs, pi, values, actions, cut).items():
-            buffer[name].append(value)
+        logprobs = model.head.log_prob(pi, actions)
+        store(buffer, arrays, obs=obs, actions=actions, logprobs=logprobs, values=values)
         episodes += ended_episodes(arrays)
-    return finish(model, arrays, buffer), episodes
+    return finish(model, buffer), episodes
 
 
-def transition(model, arrays, obs, pi, values, actions, cut):
-    """Return what is stored of one step of all games, tensors (N, ...).
-
-    `cut` (N,) marks the games whose next row does not start where this step led: their next value
-    is that of `final_obs`.
-    """
-    cut = torch.tensor(cut, device=obs.device)
-    next_values = torch.zeros_like(values)
-    if cut.any():
-        _, next_values = model(torch.tensor(arrays["final_obs"], device=obs.device))
-    return {
-        "obs": obs,
-        "actions": actions,
-        "logprobs": model.head.log_prob(pi, actions),
-        "values": values,
-        "next_values": next_values,
-        "cut": cut,
-        "rewards": torch.tensor(arrays["rewards"], dtype=torch.float32, device=obs.device),
-        "terminated": torch.tensor(arrays["terminated"], device=obs.device),
-        "truncated": torch.tensor(arrays["truncated"], device=obs.device),
-    }
+def store(buffer, arrays, **tensors):
+    """Append one step of all games to a buffer's lists, tensors (N, ...)."""
+    for name in ("final_obs", "rewards", "terminated", "truncated"):
+        tensors[name] = torch.tensor(arrays[name], device=tensors["obs"].device)
+    for name, tensor in tensors.items():
+        buffer[name].append(tensor)
 
 
-def finish(model, arrays, buffer):
-    """Stack a buffer's lists to tensors (T, N, ...) and complete V(s_{t+1}), `next_values`."""
+def finish(model, buffer):
+    """Stack a buffer's lists to tensors (T, N, ...) and add V(s_{t+1}), `next_values`."""
     buffer = {name: torch.stack(rows) for name, rows in buffer.items()}
-    _, last_values = model(torch.tensor(arrays["obs"], device=buffer["obs"].device))
-    following = torch.cat([buffer["values"][1:], last_values.unsqueeze(0)])  # (T, N)
-    buffer["next_values"] = torch.where(buffer.pop("cut"), buffer["next_values"], following)
+    # Where step t led to, whatever came of the episode there: not the next episode's first state.
+    _, buffer["next_values"] = model(buffer.pop("final_obs"))  # (T, N)
     return buffer
 
 
@@ -641,7 +635,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     """
     for tensor in (values, next_values, terminated, truncated):
         assert tensor.shape == rewards.shape
-    # GAE, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
+    # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
     deltas = rewards + gamma * next_values * ~terminated - values
     # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
     decay = gamma * gae_lambda * ~(terminated | truncated)
@@ -675,7 +669,7 @@ def losses(model, batch, clip_coef, clip_vloss):
     logratio = model.head.log_prob(pi, batch["actions"]) - batch["logprobs"]
     advantages, returns = batch["advantages"], batch["returns"]
     assert logratio.shape == values.shape == advantages.shape == returns.shape
-    # PPO, Eq. (7): −min(r_t Â_t, clip(r_t, 1−ε, 1+ε) Â_t)
+    # PPO, Eq. (7): −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)
     ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
@@ -700,14 +694,19 @@ def update(model, optimizer, batch, args, generator):
             if args.norm_adv:
                 advantages = mb["advantages"]
                 mb["advantages"] = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-            pg_loss, v_loss, entropy, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
+            *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
+            terms = pg_loss, v_loss, entropy = [term.mean() for term in terms]
             # PPO, Eq. (9): loss = E[−L^CLIP + c_v ½ (V_θ − R)² − c_e H]
-            loss = (pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy).mean()
-            terms = pg_loss.mean(), v_loss.mean(), entropy.mean()
+            loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
             seen.append(torch.stack([*terms, *policy_change(logratio, args.clip_coef)]).detach())
             if args.target_kl is not None and seen[-1][3] > args.target_kl:
                 return summary(seen)
-            step(model, optimizer, loss, args.max_grad_norm)
+            optimizer.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            if not torch.isfinite(norm):  # before it reaches the weights
+                raise GameError(f"loss {loss.item()}, its gradient is not finite: lower the rate?")
+            optimizer.step()
     return summary(seen)
 
 
@@ -717,14 +716,6 @@ def policy_change(logratio, clip_coef):
     # E[r − 1 − log r] estimates KL(π_old, π) without bias and is never negative.
     approx_kl = (ratio - 1 - logratio).mean()
     return approx_kl, ((ratio - 1).abs() > clip_coef).float().mean()
-
-
-def step(model, optimizer, loss, max_grad_norm):
-    """One step of the optimizer down the clipped gradient of the loss."""
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    optimizer.step()
 
 
 def summary(seen):
@@ -769,20 +760,21 @@ def evaluate(model, pool, arrays, max_steps=100_000):
 class Logger:
     """Writes a run's folder: config.json, progress.csv, TensorBoard events; prints status lines."""
 
-    def __init__(self, run_dir, args, columns, last_iteration=0):
+    def __init__(self, run_dir, args, columns, last_iteration=0, first_step=None):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, only training needs it
 
         self.columns, self.args, self.last_iteration = columns, args, last_iteration
         self.start, self.rows = time.perf_counter(), []
         config = {"options": vars(args), "command": sys.argv, "versions": versions()}
         (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        self.events = SummaryWriter(str(run_dir))
+        self.events = SummaryWriter(str(run_dir), purge_step=first_step)
         path = run_dir / "progress.csv"
         rows = list(csv.DictReader(path.open())) if last_iteration else []
         self.csv = path.open("w", newline="")
         self.writer = csv.DictWriter(self.csv, columns)
         self.writer.writeheader()
         self.writer.writerows(row for row in rows if int(row["iteration"]) <= last_iteration)
+        self.csv.flush()
 
     def write(self, row, **scalars):
         """Log an iteration: `row` to progress.csv and TensorBoard, {tag: value} to the latter."""
@@ -885,19 +877,19 @@ class StopRequest:
     def __enter__(self):
         self.signal, self.handlers = None, {}
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.handlers[number] = signal.signal(number, self)
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[signum] = signal.signal(signum, self)
         return self
 
-    def __call__(self, number, frame):
+    def __call__(self, signum, frame):
         if self.signal is not None:
             raise KeyboardInterrupt
-        self.signal = number
+        self.signal = signum
         print("stopping after this iteration; once more to stop now", file=sys.stderr, flush=True)
 
     def __exit__(self, *_):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+        for signum, handler in self.handlers.items():
+            signal.signal(signum, handler)
 
 
 # ------------------------------------------------------------------------------------ train
@@ -954,9 +946,10 @@ def train(args):
     recent = deque(maxlen=100)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        logger = stack.enter_context(closing(Logger(run_dir, args, COLUMNS, counters["iteration"])))
         pool = stack.enter_context(closing(make_pool(args, seeds, args.num_workers)))
         eval_pool = stack.enter_context(closing(make_eval_pool(args)))
+        steps = counters["iteration"], counters["global_step"] + 1
+        logger = stack.enter_context(closing(Logger(run_dir, args, COLUMNS, *steps)))
         save = functools.partial(save_checkpoint, run_dir, model, optimizer, generator, counters)
         stack.enter_context(saved_at_the_end(save))
         pool.call("reset")
@@ -981,20 +974,16 @@ def train(args):
             row |= counters | episode_means(recent) | {"sps": round(len(batch["obs"]) / seconds)}
             row["explained_variance"] = explained_variance(batch["values"], batch["returns"])
             row["learning_rate"] = optimizer.param_groups[0]["lr"]
-            if is_due(counters["iteration"], args.save_every, args):
+            if args.save_every and counters["iteration"] % args.save_every == 0:
                 save()
-            if args.eval_every and is_due(counters["iteration"], args.eval_every, args):
+            last = counters["iteration"] == args.num_iterations
+            if args.eval_every and (last or counters["iteration"] % args.eval_every == 0):
                 row["eval_return"] = evaluate(model, eval_pool, eval_pool.arrays).mean()
             logger.write(row)
     if not args.quiet:
         print(f"run folder: {run_dir}")
     result = {"run_dir": run_dir, "model": model, "optimizer": optimizer, "history": logger.rows}
     return SimpleNamespace(**result, signal=stop.signal)
-
-
-def is_due(iteration, every, args):
-    """Whether something done every so many iterations, and after the last one, is due."""
-    return iteration == args.num_iterations or (every > 0 and iteration % every == 0)
 
 
 def episode_means(episodes):
@@ -1021,20 +1010,25 @@ def evaluate_run(args):
 
 
 @torch.no_grad()
-def record_video(path, model, game):
+def record_video(path, model, game, max_steps=10_000):
     """Play one episode with the policy's mode, write its pictures to `path`. Returns the path."""
     import cv2
 
-    obs, length, pictures = game.reset(game.seed), 0, []
-    while length == 0:
-        pictures.append(game.env.render())
-        pi, _ = model(torch.tensor(obs, dtype=torch.float32).unsqueeze(0))
-        obs, *_, length = game.step(model.head.mode(pi)[0].numpy())
+    env, pictures, ended = game.env, [], False
+    obs, _ = env.reset(seed=game.seed)
+    with closing(env), named(game, "render"):
+        pictures.append(env.render()[..., ::-1])  # OpenCV wants BGR
+        while not ended and len(pictures) < max_steps:
+            obs = torch.tensor(obs, dtype=torch.float32, device=model.value.weight.device)
+            action = model.head.mode(model(obs.unsqueeze(0))[0])[0].cpu().numpy()
+            obs, _, terminated, truncated, _ = env.step(game.clip(action))
+            ended = terminated or truncated
+            pictures.append(env.render()[..., ::-1])
     height, width, _ = pictures[0].shape
-    fps = game.env.metadata.get("render_fps", 30)
+    fps = env.metadata.get("render_fps", 30)
     video = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), fps, (width, height))
     for picture in pictures:
-        video.write(np.ascontiguousarray(picture[..., ::-1]))
+        video.write(np.ascontiguousarray(picture))
     video.release()
     return path
 

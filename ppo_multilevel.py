@@ -14,10 +14,11 @@ Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400) as its
 in "Implementation of multilevel PPO in Stable Baselines 3" (2023), by the numbers of its
 algorithms; "PPO" is arXiv 1707.06347 and "GAE" is arXiv 1506.02438, see `ppo.py`.
 
-    δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                             GAE, Eq. (12)
-    Â_t = δ_t + γλ (1 − done_t) Â_{t+1},   R_t = Â_t + V(s_t)                        GAE, Eq. (16)
+    δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                             PPO, Eq. (12)
+    Â_t = δ_t + γλ (1 − done_t) Â_{t+1},   R_t = Â_t + V(s_t)           PPO, Eq. (11); GAE, Eq. (16)
     r_t(θ) = π_θ(a_t|s_t) / π_old(a_t|s_t)                                           PPO, Sec. 3
-    ℓ = −min(r_t Â_t, clip(r_t, 1−ε, 1+ε) Â_t) + c_v ½ (V_θ(s_t) − R_t)² − c_e H  PPO, Eq. (7, 9)
+    L_a = −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)                               PPO, Eq. (7)
+    ℓ = L_a + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))                            PPO, Eq. (9)
     loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}],  ℓ̃^0 = 0                                      ML, Algorithm 4
 
 The loss is a signed, weighted sum: a row of a level's own simulation weighs +1/M^l, a row of its
@@ -38,9 +39,10 @@ observation; `phi(action)`, the policy's action → its own; `map_from(other)`, 
 state of the same simulation on another level; if it can step several at once, a static method
 `step_batch(envs, actions)` → (obs, rewards, terminated, truncated) too.
 
-Shapes: L levels, T^l steps, N actors, M^l rows of a minibatch, D observation entries, A action
-entries. A tilde in the paper is `sync_` here. Everything stored at index t belongs to the action
-taken at t: `terminated[t]` and `truncated[t]` say how that action ended the episode, if it did.
+r_t is the reward, r_t(θ) the probability ratio. Shapes: L levels, T^l steps, N actors, B
+minibatches of M^l rows, D observation entries, A action entries. A tilde in the paper is `sync`
+here. Everything stored at index t belongs to the action taken at t: `terminated[t]` and
+`truncated[t]` say how that action ended the episode, if it did.
 """
 
 import argparse
@@ -108,12 +110,13 @@ def number(kind, low=-math.inf, high=math.inf, open_low=False):
     return parse
 
 
-def add_common_arguments(parser):
-    """Add the options that all scripts of the family share; a script may set other defaults."""
+def add_common_arguments(parser, **defaults):
+    """Add the options that all scripts of the family share, with a script's own `defaults`."""
     count, positive, coefficient = number(int, 1), number(float, 0, open_low=True), number(float, 0)
     natural, fraction, real = number(int, 0), number(float, 0, 1), number(float)
 
     def option(name, kind, default, text, **more):
+        default = defaults.get(name[2:].replace("-", "_"), default)
         more |= {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
         default_text = "" if default is None or kind is bool and not default else " (%(default)s)"
         group.add_argument(name, default=default, help=text + default_text, **more)
@@ -175,7 +178,11 @@ def parse_args(argv=None):
     parser = Parser("ppo_multilevel.py", description="Multilevel PPO for simulations on levels.")
     env_help = f"{', '.join(CASES)}, path/to/file.py:make or package.module:make (%(default)s)"
     parser.add_argument("--env", default="ResSim-v1", help=env_help)
-    add_common_arguments(parser)
+    defaults = {"num_workers": num_cores(), "eval_every": 5, "num_envs": 50}
+    defaults |= {"hidden": [150, 100, 80], "shared_net": True, "init_log_std": -2.9}
+    defaults |= {"learning_rate": 1e-5, "anneal_lr": False, "num_minibatches": 10}
+    defaults |= {"update_epochs": 20, "clip_coef": 0.1, "ent_coef": 0.001, "target_kl": 0.05}
+    add_common_arguments(parser, **defaults)
     group = parser.add_argument_group("levels")
     levels_help = "levels to use, coarse to fine; the built-in simulations have a default"
     group.add_argument("--levels", type=number(int, 1), nargs="+", help=levels_help)
@@ -189,14 +196,17 @@ def parse_args(argv=None):
         "start, then acts itself with the same noise (larger differences, unbiased) (%(default)s)"
     )
     group.add_argument("--coupling", choices=("step", "noise"), default="step", help=coupling_help)
-    parser.set_defaults(num_workers=num_cores(), eval_every=5)
-    parser.set_defaults(num_envs=50, hidden=[150, 100, 80], shared_net=True, init_log_std=-2.9)
-    parser.set_defaults(learning_rate=1e-5, anneal_lr=False, num_minibatches=10, update_epochs=20)
-    parser.set_defaults(clip_coef=0.1, ent_coef=0.001, target_kl=0.05)
+    correction_help = (
+        "literal: Algorithm 4, whose signed sum has no lower bound; bounded: partners' rows are "
+        "clipped by the signed advantage, the value function fits own rows only (%(default)s)"
+    )
+    choices = "literal", "bounded"
+    group.add_argument("--correction", choices=choices, default="bounded", help=correction_help)
     args = parse_with_run(parser, argv)
     check_levels(parser, args)
-    for steps in args.num_steps:
+    for steps in args.num_steps[::-1]:
         check_rows(parser, args, args.num_envs * steps)
+    check_normaliser(parser, args, args.num_envs * args.num_steps[0])
     if args.num_iterations is None:
         total_timesteps = args.total_timesteps or 300 * steps_per_iteration(args)
         args.num_iterations = max(1, total_timesteps // steps_per_iteration(args))
@@ -221,10 +231,12 @@ def check_levels(parser, args):
         load_make(args.env)
     spaces = []
     for level in [*args.levels, args.eval_level]:
-        with option_error(
-            parser, "--eval-level" if len(spaces) == len(args.levels) else "--levels"
-        ):
+        option = "--eval-level" if len(spaces) == len(args.levels) else "--levels"
+        with option_error(parser, option):
             env = make_env(args.env, level)
+            wrapped = isinstance(env, (gym.ObservationWrapper, gym.ActionWrapper))
+            if wrapped and hasattr(env.unwrapped, "map_from"):
+                raise ValueError(f"{env} hides psi and phi: do there what the wrapper does")
             check_spaces(env.observation_space, env.action_space)
             spaces.append((env.observation_space, env.action_space))
             env.close()
@@ -294,13 +306,16 @@ def check_checkpoint(parser, args):
 
 
 def check_rows(parser, args, num_rows):
-    """Refuse a number of minibatches that does not divide the rows, or leaves too few of them."""
-    rows, remainder = divmod(num_rows, args.num_minibatches)
-    problem = f"argument --num-minibatches: {args.num_minibatches} minibatches of {num_rows} rows"
-    if remainder:
-        parser.error(f"{problem}: the first must divide the second")
-    if rows == 1 and args.norm_adv:
-        parser.error(f"{problem}: --norm-adv needs at least 2 rows in each")
+    """Refuse a number of minibatches that does not divide the rows."""
+    B = args.num_minibatches
+    if num_rows % B:
+        parser.error(f"argument --num-minibatches: {B} does not divide the {num_rows} rows")
+
+
+def check_normaliser(parser, args, num_rows):
+    """Refuse minibatches of a single row, whose advantages have no deviation."""
+    if args.norm_adv and num_rows == args.num_minibatches:
+        parser.error("argument --num-minibatches: --norm-adv needs 2 rows in each minibatch")
 
 
 @contextmanager
@@ -828,14 +843,9 @@ class ResSim(gym.Env):
         return image
 
 
-def make_ressim(case="ResSim-v1", level=None, **kwargs):
-    """A `ResSim`: the `make(level, ...)` that every simulation with levels provides."""
-    return ResSim(case, level, **kwargs)
-
-
 for _name in CASES:
     if _name not in gym.registry:  # the script may be __main__ and imported
-        gym.register(_name, entry_point=make_ressim, kwargs={"case": _name})
+        gym.register(_name, entry_point=ResSim, kwargs={"case": _name})
 
 # ------------------------------------------------------------------------------------ game
 
@@ -857,8 +867,8 @@ def load_make(name):
 @functools.cache  # one module for all games: its data is there once, and its classes are the same
 def load_file(path):
     """Return the Python file as a module."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(f"simulation_{Path(path).stem}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -867,7 +877,9 @@ def make_env(name, level, **options):
     """Return the simulation `name` at `level`; its maker gets those `options` that it knows."""
     make = load_make(name)
     known = inspect.signature(make).parameters
-    return make(level=level, **{key: options[key] for key in options if key in known})
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        options = {key: value for key, value in options.items() if key in known}
+    return make(level=level, **options)
 
 
 class Game:
@@ -875,6 +887,7 @@ class Game:
 
     def __init__(self, env_id, level, seed, evaluation=False, **options):
         self.name, self.seed = f"{env_id} level {level}", seed
+        self.random = np.random.default_rng(seed)  # of the seeds that a pair has in common
         self.env = make_env(env_id, level, evaluation=evaluation, **options)
         space = self.env.action_space
         self.bounds = (space.low, space.high) if isinstance(space, gym.spaces.Box) else None
@@ -885,11 +898,9 @@ class Game:
         obs, _ = self.env.reset(seed=seed)
         return obs
 
-    def step(self, action):
-        """Take one step; a bounded Box action is clipped here, never in the log-probability."""
-        if self.bounds is not None:
-            action = np.clip(action, *self.bounds)
-        return self.record(*self.env.step(action)[:4])
+    def clip(self, action):
+        """Return a Box action within its bounds: on the way to the env, not in log π(a|s)."""
+        return action if self.bounds is None else np.clip(action, *self.bounds)
 
     def record(self, obs, reward, terminated, truncated):
         """Keep the episode's books of a step, start the next episode if this one ended.
@@ -908,17 +919,15 @@ class Game:
 
 def step_games(games, actions):
     """Step games of one level once, together if their env can. Returns a list of their records."""
-    if games[0].bounds is not None:
-        actions = np.clip(actions, *games[0].bounds)
-    envs = [game.env for game in games]
+    actions, envs, batch = games[0].clip(actions), [game.env for game in games], None
     if hasattr(envs[0], "step_batch"):
         with named(games[0], "step_batch"):
-            outputs = zip(*envs[0].step_batch(envs, actions), strict=True)
-            return [game.record(*output) for game, output in zip(games, outputs, strict=True)]
+            batch = list(zip(*envs[0].step_batch(envs, actions), strict=True))
     records = []
-    for game, action in zip(games, actions, strict=True):
+    for i, game in enumerate(games):
         with named(game, "step"):
-            records.append(game.step(action))
+            output = game.env.step(actions[i])[:4] if batch is None else batch[i]
+            records.append(game.record(*output))
     return records
 
 
@@ -950,15 +959,17 @@ class Games:
 
     def start_partners(self, level, actors):
         """Start an episode of these actors' partners at the start of the fine game's episode."""
+        own, sync, started = 2 * level, 2 * level - 1, time.perf_counter()
         for i in actors:
-            fine, partner = self.games[2 * level][i], self.games[2 * level - 1][i]
-            if self.maps:
-                partner.reset()
-                continue
-            # Without map_from a common seed is what the two can have in common.
-            seed = int(partner.env.unwrapped.np_random.integers(2**31))
-            self.arrays["obs"][2 * level, i] = fine.reset(seed)
-            self.arrays["obs"][2 * level - 1, i] = partner.reset(seed)
+            fine, partner = self.games[own][i], self.games[sync][i]
+            with named(partner, "reset"):
+                if not self.maps:  # a common seed is what the two can have in common
+                    seed = int(fine.random.integers(2**31))
+                    self.arrays["obs"][own, i] = fine.reset(seed)
+                    self.arrays["obs"][sync, i] = partner.reset(seed)
+                elif partner.episode_length > 0:  # else its own end has reset it
+                    partner.reset()
+        self.arrays["seconds"][sync, 0] += time.perf_counter() - started
         if self.maps:
             self.synchronize(level, actors)
 
@@ -1011,15 +1022,14 @@ STEP_OUTPUTS = (
 def array_layout(num_envs, observation_space, action_space):
     """Return {name: (shape, dtype)} of the arrays that main process and workers share."""
     N, D = num_envs, observation_space.shape
-    float64, flag = (N,), ((N,), np.bool_)
     return {
         "obs": ((N, *D), np.float32),
         "final_obs": ((N, *D), np.float32),
         "actions": ((N, *action_space.shape), action_space.dtype),
-        "rewards": (float64, np.float64),
-        "terminated": flag,
-        "truncated": flag,
-        "episode_return": (float64, np.float64),
+        "rewards": ((N,), np.float32),
+        "terminated": ((N,), np.bool_),
+        "truncated": ((N,), np.bool_),
+        "episode_return": ((N,), np.float64),
         "episode_length": ((N,), np.int64),
     }
 
@@ -1051,8 +1061,8 @@ def view(buffers):
 
 def worker_process(pipe, make_games, rows, buffers):
     """Main loop of a worker: make its games, then carry out one command after the other."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # these are for the main process to handle
-        signal.signal(number, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM):  # these are for the main process to handle
+        signal.signal(signum, signal.SIG_IGN)
     parent = multiprocessing.parent_process().sentinel
     try:
         games = make_games(rows, view(buffers))
@@ -1099,7 +1109,11 @@ class WorkerPool:
             process.start()
             remote.close()
             self.workers.append((pipe, process))
-        self.receive()
+        try:
+            self.receive()
+        except BaseException:  # one of them could not start
+            self.close()
+            raise
 
     def call(self, command, *arguments):
         """Have every worker carry out a command. Return the list of their answers."""
@@ -1284,47 +1298,29 @@ def rollout(model, pool, level, args, generator):
             if not (by_step and policies):  # else a partner takes the fine member's action
                 actions = model.head.sample(pi, noise)
             arrays["actions"][:] = actions.cpu().numpy()
-            policies.append((obs, pi, values, actions))
+            policy = {"obs": obs, "values": values, "actions": actions}
+            policies.append(policy | {"logprobs": model.head.log_prob(pi, actions)})
         pool.call("step", level)
         for m, (arrays, policy) in enumerate(zip(pair, policies, strict=True)):
             check_finite(arrays, f"step {t} on level {args.levels[level - m]}")
-            # Synchronized at every step, a partner's next row never starts where it went.
-            cut = np.ones_like(arrays["truncated"]) if m and by_step else arrays["truncated"]
-            for name, value in transition(model, arrays, *policy, cut).items():
-                buffers[m][name].append(value)
+            store(buffers[m], arrays, **policy)
         episodes += ended_episodes(pair[0])
-    return [finish(model, *member) for member in zip(pair, buffers, strict=True)], episodes
+    return [finish(model, buffer) for buffer in buffers], episodes
 
 
-def transition(model, arrays, obs, pi, values, actions, cut):
-    """Return what is stored of one step of all games, tensors (N, ...).
-
-    `cut` (N,) marks the games whose next row does not start where this step led: their next value
-    is that of `final_obs`.
-    """
-    cut = torch.tensor(cut, device=obs.device)
-    next_values = torch.zeros_like(values)
-    if cut.any():
-        _, next_values = model(torch.tensor(arrays["final_obs"], device=obs.device))
-    return {
-        "obs": obs,
-        "actions": actions,
-        "logprobs": model.head.log_prob(pi, actions),
-        "values": values,
-        "next_values": next_values,
-        "cut": cut,
-        "rewards": torch.tensor(arrays["rewards"], dtype=torch.float32, device=obs.device),
-        "terminated": torch.tensor(arrays["terminated"], device=obs.device),
-        "truncated": torch.tensor(arrays["truncated"], device=obs.device),
-    }
+def store(buffer, arrays, **tensors):
+    """Append one step of all games to a buffer's lists, tensors (N, ...)."""
+    for name in ("final_obs", "rewards", "terminated", "truncated"):
+        tensors[name] = torch.tensor(arrays[name], device=tensors["obs"].device)
+    for name, tensor in tensors.items():
+        buffer[name].append(tensor)
 
 
-def finish(model, arrays, buffer):
-    """Stack a buffer's lists to tensors (T, N, ...) and complete V(s_{t+1}), `next_values`."""
+def finish(model, buffer):
+    """Stack a buffer's lists to tensors (T, N, ...) and add V(s_{t+1}), `next_values`."""
     buffer = {name: torch.stack(rows) for name, rows in buffer.items()}
-    _, last_values = model(torch.tensor(arrays["obs"], device=buffer["obs"].device))
-    following = torch.cat([buffer["values"][1:], last_values.unsqueeze(0)])  # (T, N)
-    buffer["next_values"] = torch.where(buffer.pop("cut"), buffer["next_values"], following)
+    # Where step t led to, whatever came of the episode there: not the next episode's first state.
+    _, buffer["next_values"] = model(buffer.pop("final_obs"))  # (T, N)
     return buffer
 
 
@@ -1346,7 +1342,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     """
     for tensor in (values, next_values, terminated, truncated):
         assert tensor.shape == rewards.shape
-    # GAE, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
+    # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
     deltas = rewards + gamma * next_values * ~terminated - values
     # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
     decay = gamma * gae_lambda * ~(terminated | truncated)
@@ -1380,7 +1376,7 @@ def losses(model, batch, clip_coef, clip_vloss):
     logratio = model.head.log_prob(pi, batch["actions"]) - batch["logprobs"]
     advantages, returns = batch["advantages"], batch["returns"]
     assert logratio.shape == values.shape == advantages.shape == returns.shape
-    # PPO, Eq. (7): −min(r_t Â_t, clip(r_t, 1−ε, 1+ε) Â_t)
+    # PPO, Eq. (7): −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)
     ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
@@ -1429,6 +1425,11 @@ def update(model, optimizer, batch, args, generator):
     seen = []
     weights = signed_weights(args.num_steps, args.num_envs, args.num_minibatches)
     weights = weights.to(batch["obs"].device)
+    # Literally, a partner's row is +min(r Ã, clip(r) Ã): its ratio may run away, and with it the
+    # sum to −∞. Bounded, it is −min(−r Ã, −clip(r) Ã), PPO's own bound for an advantage of −Ã, with
+    # the same gradient at π_old; and the value function fits the rows of positive weight.
+    bounded = args.correction == "bounded"
+    term_weights = (1, weights.clamp(min=0), weights) if bounded else (weights, weights, weights)
     coarsest = args.num_envs * args.num_steps[0] // args.num_minibatches  # M^1
     for _ in range(args.update_epochs):
         rows = minibatches(args.num_steps, args.num_envs, args.num_minibatches, generator)
@@ -1439,14 +1440,23 @@ def update(model, optimizer, batch, args, generator):
                 advantages = mb["advantages"]
                 own = advantages[:coarsest]
                 mb["advantages"] = (advantages - own.mean()) / (own.std() + 1e-8)
-            pg_loss, v_loss, entropy, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
+            if bounded:
+                mb["advantages"] = weights * mb["advantages"]
+            *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
+            terms = [(w * term).mean() for w, term in zip(term_weights, terms)]
+            pg_loss, v_loss, entropy = terms
             # ML, Algorithm 4: loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}]
-            loss = (weights * (pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy)).mean()
-            terms = [(weights * term).mean() for term in (pg_loss, v_loss, entropy)]
-            seen.append(torch.stack([*terms, *policy_change(logratio, args.clip_coef)]).detach())
+            loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
+            change = policy_change(logratio[weights > 0], args.clip_coef)
+            seen.append(torch.stack([*terms, *change]).detach())
             if args.target_kl is not None and seen[-1][3] > args.target_kl:
                 return summary(seen)
-            step(model, optimizer, loss, args.max_grad_norm)
+            optimizer.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            if not torch.isfinite(norm):  # before it reaches the weights
+                raise GameError(f"loss {loss.item()}, its gradient is not finite: lower the rate?")
+            optimizer.step()
     return summary(seen)
 
 
@@ -1456,14 +1466,6 @@ def policy_change(logratio, clip_coef):
     # E[r − 1 − log r] estimates KL(π_old, π) without bias and is never negative.
     approx_kl = (ratio - 1 - logratio).mean()
     return approx_kl, ((ratio - 1).abs() > clip_coef).float().mean()
-
-
-def step(model, optimizer, loss, max_grad_norm):
-    """One step of the optimizer down the clipped gradient of the loss."""
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    optimizer.step()
 
 
 def summary(seen):
@@ -1508,20 +1510,21 @@ def evaluate(model, pool, arrays, max_steps=100_000):
 class Logger:
     """Writes a run's folder: config.json, progress.csv, TensorBoard events; prints status lines."""
 
-    def __init__(self, run_dir, args, columns, last_iteration=0):
+    def __init__(self, run_dir, args, columns, last_iteration=0, first_step=None):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, only training needs it
 
         self.columns, self.args, self.last_iteration = columns, args, last_iteration
         self.start, self.rows = time.perf_counter(), []
         config = {"options": vars(args), "command": sys.argv, "versions": versions()}
         (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        self.events = SummaryWriter(str(run_dir))
+        self.events = SummaryWriter(str(run_dir), purge_step=first_step)
         path = run_dir / "progress.csv"
         rows = list(csv.DictReader(path.open())) if last_iteration else []
         self.csv = path.open("w", newline="")
         self.writer = csv.DictWriter(self.csv, columns)
         self.writer.writeheader()
         self.writer.writerows(row for row in rows if int(row["iteration"]) <= last_iteration)
+        self.csv.flush()
 
     def write(self, row, **scalars):
         """Log an iteration: `row` to progress.csv and TensorBoard, {tag: value} to the latter."""
@@ -1624,19 +1627,19 @@ class StopRequest:
     def __enter__(self):
         self.signal, self.handlers = None, {}
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.handlers[number] = signal.signal(number, self)
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[signum] = signal.signal(signum, self)
         return self
 
-    def __call__(self, number, frame):
+    def __call__(self, signum, frame):
         if self.signal is not None:
             raise KeyboardInterrupt
-        self.signal = number
+        self.signal = signum
         print("stopping after this iteration; once more to stop now", file=sys.stderr, flush=True)
 
     def __exit__(self, *_):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+        for signum, handler in self.handlers.items():
+            signal.signal(signum, handler)
 
 
 # ------------------------------------------------------------------------------------ train
@@ -1702,9 +1705,10 @@ def train(args):
     recent = [deque(maxlen=100) for _ in args.levels]
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        logger = stack.enter_context(closing(Logger(run_dir, args, COLUMNS, counters["iteration"])))
         pool = stack.enter_context(closing(make_pool(args, args.levels, seeds, args.num_workers)))
         eval_pool = stack.enter_context(closing(make_eval_pool(args)))
+        steps = counters["iteration"], counters["global_step"] + 1
+        logger = stack.enter_context(closing(Logger(run_dir, args, COLUMNS, *steps)))
         save = functools.partial(save_checkpoint, run_dir, model, optimizer, generator, counters)
         stack.enter_context(saved_at_the_end(save))
         pool.call("reset")
@@ -1712,7 +1716,7 @@ def train(args):
             returns = evaluate(model, eval_pool, members(eval_pool)[0])
             logger.write(counters | {"eval_return": returns.mean()})
         finest = members(pool)[-1]  # one of its steps is the unit of sim_cost
-        if args.eval_level != args.levels[-1]:
+        if args.eval_level > args.levels[-1]:
             finest = members(eval_pool)[0]
             for _ in range(2):  # the first evaluation includes what is done only once
                 finest["seconds"][:], finest["steps"][:] = 0, 0
@@ -1737,15 +1741,16 @@ def train(args):
             counters["sim_cost"] += sim_seconds / step_seconds
             row |= counters | episode_means(recent[-1])
             row["sps"] = round(len(batch["obs"]) / seconds)
-            row["simulation_seconds"] = sim_seconds / max(1, args.num_workers)
+            row["simulation_seconds"] = sim_seconds / max(1, len(pool.workers))
             row["policy_seconds"] = rollout_seconds - row["simulation_seconds"]
             row["update_seconds"] = seconds - rollout_seconds
             coarsest = batches[0]
             row["explained_variance"] = explained_variance(coarsest["values"], coarsest["returns"])
             row["learning_rate"] = optimizer.param_groups[0]["lr"]
-            if is_due(counters["iteration"], args.save_every, args):
+            if args.save_every and counters["iteration"] % args.save_every == 0:
                 save()
-            if args.eval_every and is_due(counters["iteration"], args.eval_every, args):
+            last = counters["iteration"] == args.num_iterations
+            if args.eval_every and (last or counters["iteration"] % args.eval_every == 0):
                 row["eval_return"] = evaluate(model, eval_pool, members(eval_pool)[0]).mean()
             logger.write(row, **level_scalars(args.levels, recent, batches))
     if not args.quiet:
@@ -1792,11 +1797,6 @@ def time_split(rows):
     return f"wall time: {', '.join(parts)}"
 
 
-def is_due(iteration, every, args):
-    """Whether something done every so many iterations, and after the last one, is due."""
-    return iteration == args.num_iterations or (every > 0 and iteration % every == 0)
-
-
 def episode_means(episodes):
     """Return the mean return and length of (return, length) pairs; NaN where there are none."""
     means = np.mean(episodes, axis=0) if episodes else (math.nan, math.nan)
@@ -1822,20 +1822,25 @@ def evaluate_run(args):
 
 
 @torch.no_grad()
-def record_video(path, model, game):
+def record_video(path, model, game, max_steps=10_000):
     """Play one episode with the policy's mode, write its pictures to `path`. Returns the path."""
     import cv2
 
-    obs, length, pictures = game.reset(game.seed), 0, []
-    while length == 0:
-        pictures.append(game.env.render())
-        pi, _ = model(torch.tensor(obs, dtype=torch.float32).unsqueeze(0))
-        obs, *_, length = game.step(model.head.mode(pi)[0].numpy())
+    env, pictures, ended = game.env, [], False
+    obs, _ = env.reset(seed=game.seed)
+    with closing(env), named(game, "render"):
+        pictures.append(env.render()[..., ::-1])  # OpenCV wants BGR
+        while not ended and len(pictures) < max_steps:
+            obs = torch.tensor(obs, dtype=torch.float32, device=model.value.weight.device)
+            action = model.head.mode(model(obs.unsqueeze(0))[0])[0].cpu().numpy()
+            obs, _, terminated, truncated, _ = env.step(game.clip(action))
+            ended = terminated or truncated
+            pictures.append(env.render()[..., ::-1])
     height, width, _ = pictures[0].shape
-    fps = game.env.metadata.get("render_fps", 30)
+    fps = env.metadata.get("render_fps", 30)
     video = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), fps, (width, height))
     for picture in pictures:
-        video.write(np.ascontiguousarray(picture[..., ::-1]))
+        video.write(np.ascontiguousarray(picture))
     video.release()
     return path
 

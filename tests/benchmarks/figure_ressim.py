@@ -65,9 +65,7 @@ def table(case, runs):
     start = np.mean([seed["eval_return"][0] for seed in single])
     final = np.mean([seed["eval_return"][-3:].mean() for seed in single])
     print(f"\n{case}: start {start:.4f}, single level {final:.4f}")
-    print(
-        "| training | last return | best | sim s to 95 % | sim s to 99 % | cost to 99 % | iterations |"
-    )
+    print("| training | last return | best | s to 95 % | s to 99 % | cost to 99 % | iterations |")
     print("|---|---|---|---|---|---|---|")
     for run, label in runs.items():
         seeds = load(run)
