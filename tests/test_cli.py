@@ -109,9 +109,10 @@ def test_huge_seed(refused, script):
 def test_num_minibatches(script, refused):
     """The number of minibatches has to divide the rows, and to leave two in each."""
     refused([*GOOD[script], "--num-minibatches", "3"], "--num-minibatches", "3")
-    rows = "16" if script is ppo else "8"
-    refused([*GOOD[script], "--num-minibatches", rows], "--num-minibatches", "--norm-adv")
-    script.parse_args([*GOOD[script], "--num-minibatches", rows, "--no-norm-adv"])
+    options = [*GOOD[script], "--num-minibatches", "16"]
+    options += ["--num-steps", "8", "8"] if script is ppo_multilevel else []
+    refused(options, "--num-minibatches", "--norm-adv")
+    script.parse_args([*options, "--no-norm-adv"])
 
 
 @pytest.mark.parametrize("options", ["--nonsense 1", "--learn 1", "--seed", "stray"])

@@ -17,8 +17,11 @@ RESULTS = Path(__file__).parent / "results"
 CASES = {
     "ResSim-v1": {
         "v1-1level": "128² only (PPO)",
-        "v1-2level": "64² + 128²",
-        "v1-3level": "32² + 64² + 128²",
+        "v1-2level": "64² + 128², step, literal",
+        "v1-3level": "32² + 64² + 128², step, literal",
+        "v1-3level-step": "32² + 64² + 128², step, bounded",
+        "v1-3level-noise": "32² + 64² + 128², noise, bounded",
+        "v1-default": "the script's defaults",
         "v1-64": "64² only",
         "v1-32": "32² only",
         "v1-16": "16² only",
@@ -26,8 +29,8 @@ CASES = {
     },
     "ResSim-v3": {
         "v3-64": "64² only (PPO)",
-        "v3-step": "32² + 64², step",
-        "v3-noise": "32² + 64², noise, K 5",
+        "v3-step": "32² + 64², step, literal",
+        "v3-noise": "32² + 64², noise, bounded",
         "v3-32": "32² only",
         "v3-16": "16² only",
         "v3-8": "8² only",

@@ -14,6 +14,7 @@ import csv
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,24 +26,29 @@ RESULTS = Path(__file__).parent / "results" / "ressim"
 # The paper's hyper-parameters; its value loss has no 1/2, so that its 0.5 is our 1.0.
 PAPER = (
     "--num-envs 50 --num-minibatches 10 --update-epochs 20 --clip-coef 0.1 --ent-coef 0.001 "
-    "--vf-coef 1.0 --target-kl 0.05 --coupling step --eval-every 5 --num-workers 0 "
+    "--vf-coef 1.0 --target-kl 0.05 --eval-every 5 --num-workers 0 "
 )
-V1 = PAPER + "--env ResSim-v1 --learning-rate 1e-5 --num-iterations 300 --eval-level 5 "
-V3 = PAPER + "--env ResSim-v3 --learning-rate 3e-5 --num-iterations 150 --eval-level 4 "
+V1 = PAPER + "--env ResSim-v1 --learning-rate 1e-5 --eval-level 5 "
+V3 = PAPER + "--env ResSim-v3 --learning-rate 3e-5 --eval-level 4 --num-iterations 150 "
+LITERAL, BOUNDED = "--correction literal ", "--correction bounded "
+NOISE = BOUNDED + "--coupling noise "
 RUNS = {
-    "v1-3level": V1 + "--levels 3 4 5 --num-steps 80 10 5",
-    "v1-16": V1 + "--levels 2 --num-steps 50",
-    "v1-8": V1 + "--levels 1 --num-steps 50",
-    "v1-32": V1 + "--levels 3 --num-steps 50",
-    "v1-1level": V1 + "--levels 5 --num-steps 50",
+    "v1-1level": V1 + "--levels 5 --num-steps 50 --num-iterations 300",
+    "v1-64": V1 + "--levels 4 --num-steps 50 --num-iterations 300",
+    "v1-32": V1 + "--levels 3 --num-steps 50 --num-iterations 300",
+    "v1-16": V1 + "--levels 2 --num-steps 50 --num-iterations 300",
+    "v1-8": V1 + "--levels 1 --num-steps 50 --num-iterations 300",
+    "v1-2level": V1 + LITERAL + "--levels 4 5 --num-steps 70 5 --num-iterations 300",
+    "v1-3level": V1 + LITERAL + "--levels 3 4 5 --num-steps 80 10 5 --num-iterations 300",
+    "v1-3level-step": V1 + BOUNDED + "--levels 3 4 5 --num-steps 80 10 5 --num-iterations 200",
+    "v1-3level-noise": V1 + NOISE + "--levels 3 4 5 --num-steps 80 10 5 --num-iterations 200",
+    "v1-default": "--env ResSim-v1 --num-workers 0",
     "v3-64": V3 + "--levels 4 --num-steps 50",
-    "v3-step": V3 + "--levels 3 4 --num-steps 70 5",
     "v3-32": V3 + "--levels 3 --num-steps 50",
     "v3-16": V3 + "--levels 2 --num-steps 50",
     "v3-8": V3 + "--levels 1 --num-steps 50",
-    "v1-2level": V1 + "--levels 4 5 --num-steps 70 5",
-    "v1-64": V1 + "--levels 4 --num-steps 50",
-    "v3-noise": V3 + "--levels 3 4 --num-steps 60 15 --update-epochs 5 --coupling noise",
+    "v3-step": V3 + LITERAL + "--levels 3 4 --num-steps 70 5",
+    "v3-noise": V3 + NOISE + "--levels 3 4 --num-steps 60 15",
 }
 COLUMNS = ("iteration", "global_step", "wall_seconds", "sim_seconds", "sim_cost")
 COLUMNS += ("episodic_return", "eval_return", "approx_kl", "explained_variance")
@@ -56,7 +62,7 @@ def command(name, seed):
 def run(name, seed):
     """Carry out one run, one thread."""
     where = ["--log-dir", str(RUNS_DIR), "--run-name", f"{name}__{seed}", "--quiet"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     call = [sys.executable, "-W", "ignore", *command(name, seed), *where]
     return subprocess.run(call, cwd=ROOT, env=environment).returncode
 
@@ -75,7 +81,7 @@ def collect():
             writer.writerows(rows)
         config = json.loads((run_dir / "config.json").read_text())
         runs[run_dir.name] = {
-            "command": " ".join(["python", *command(name, seed)]),
+            "command": "python ppo_multilevel.py " + shlex.join(config["command"][1:-5]),
             "versions": config["versions"],
             "iterations": int(rows[-1]["iteration"]),
         }
