@@ -345,6 +345,73 @@ def test_one_normaliser_keeps_the_correction():
     assert seen["policy_loss"] == pytest.approx(-0.5 / base.std().item(), rel=1e-4)
 
 
+def gaussian_batch(advantages, logratio=0.0):
+    """Return a model and rows of random observations and actions with these advantages."""
+    torch.manual_seed(0)
+    M = len(advantages)
+    model = ml.Model(3, gym.spaces.Box(-1, 1, (2,)), [8], True, -1.0)
+    obs, actions = torch.randn(M, 3), torch.randn(M, 2)
+    pi, values = model(obs)
+    batch = {"obs": obs, "actions": actions, "values": values.detach(), "advantages": advantages}
+    batch["logprobs"] = model.head.log_prob(pi, actions).detach() - logratio
+    return model, batch | {"returns": values.detach()}
+
+
+def policy_term(model, batch, weights, bounded):
+    """Return the policy's part of the loss as `update` forms it."""
+    if bounded:
+        signed = batch | {"advantages": weights * batch["advantages"]}
+        return ml.losses(model, signed, 0.1, False)[0].mean()
+    return (weights * ml.losses(model, batch, 0.1, False)[0]).mean()
+
+
+def test_bounded_correction_has_algorithm_4s_gradient_at_the_old_policy():
+    """Both forms have the same gradient where the ratio is 1, so the same first step."""
+    weights = ml.signed_weights([8, 4], 2, 1)
+    model, batch = gaussian_batch(torch.randn(len(weights), generator=torch.manual_seed(1)))
+    gradients = []
+    for bounded in (False, True):
+        model.zero_grad()
+        policy_term(model, batch, weights, bounded).backward()
+        gradients.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
+    assert gradients[0].norm() > 1e-3
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_only_the_bounded_correction_is_bounded():
+    """A partner's row of negative advantage and ratio e⁵ pulls the literal sum down without end."""
+    weights = ml.signed_weights([8, 4], 2, 1)  # 16 own, 8 partner, 8 own rows
+    advantages = torch.zeros(len(weights))
+    advantages[16:24] = -1.0
+    model, batch = gaussian_batch(advantages, logratio=5.0)
+    bound = -1.1 * (weights * advantages).abs().mean().item()
+    assert policy_term(model, batch, weights, False).item() < 100 * bound
+    assert policy_term(model, batch, weights, True).item() >= bound - 1e-6
+
+
+@pytest.mark.parametrize("correction", ["literal", "bounded"])
+def test_update_forms_the_chosen_correction(correction):
+    """The loss that `update` reports is the one of --correction; the value fits own rows or all."""
+    options = ["--levels", "1", "2", "--num-steps", "8", "4", "--num-workers", "0", "--env"]
+    options += ["ResSim-v1", "--num-envs", "2", "--num-minibatches", "1", "--update-epochs", "1"]
+    args = ml.parse_args([*options, "--correction", correction, "--no-norm-adv"])
+    weights = ml.signed_weights([8, 4], 2, 1)
+    model, batch = gaussian_batch(torch.randn(32, generator=torch.manual_seed(1)), logratio=0.3)
+    batch["returns"] = torch.randn(32, generator=torch.manual_seed(2))
+    generator = torch.Generator().manual_seed(0)
+    rows = ml.minibatches([8, 4], 2, 1, generator)[0]
+    mb = {name: column[rows] for name, column in batch.items()}
+    expected = policy_term(model, mb, weights, correction == "bounded").item()
+    v_loss = ml.losses(model, mb, 0.1, False)[1]
+    own = weights.clamp(min=0) if correction == "bounded" else weights
+    optimizer = torch.optim.Adam(model.parameters(), 1e-9)
+    seen = ml.update(model, optimizer, batch, args, torch.Generator().manual_seed(0))
+    assert seen["policy_loss"] == pytest.approx(expected, rel=1e-5)
+    assert seen["value_loss"] == pytest.approx((own * v_loss).mean().item(), rel=1e-5)
+
+
 # Runs ---------------------------------------------------------------------------------------------
 
 
