@@ -180,8 +180,9 @@ def parse_args(argv=None):
     parser.add_argument("--env", default="ResSim-v1", help=env_help)
     defaults = {"num_workers": num_cores(), "eval_every": 5, "num_envs": 50}
     defaults |= {"hidden": [150, 100, 80], "shared_net": True, "init_log_std": -2.9}
-    defaults |= {"learning_rate": 1e-5, "anneal_lr": False, "num_minibatches": 10}
-    defaults |= {"update_epochs": 20, "clip_coef": 0.1, "ent_coef": 0.001, "target_kl": 0.05}
+    defaults |= {"learning_rate": 3e-5, "anneal_lr": False, "num_minibatches": 10}
+    defaults |= {"update_epochs": 10, "clip_coef": 0.1, "ent_coef": 0.001, "target_kl": 0.05}
+    defaults |= {"vf_coef": 1.0}
     add_common_arguments(parser, **defaults)
     group = parser.add_argument_group("levels")
     levels_help = "levels to use, coarse to fine; the built-in simulations have a default"
@@ -208,7 +209,7 @@ def parse_args(argv=None):
         check_rows(parser, args, args.num_envs * steps)
     check_normaliser(parser, args, args.num_envs * args.num_steps[0])
     if args.num_iterations is None:
-        total_timesteps = args.total_timesteps or 300 * steps_per_iteration(args)
+        total_timesteps = args.total_timesteps or 200 * steps_per_iteration(args)
         args.num_iterations = max(1, total_timesteps // steps_per_iteration(args))
     check_checkpoint(parser, args)
     return args
