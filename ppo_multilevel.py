@@ -1183,7 +1183,7 @@ class Categorical(nn.Module):
         self.logits = layer_init(nn.Linear(features, n), 0.01)
 
     def forward(self, h):
-        """Features (B, F) → log-probabilities (B, n)."""
+        """Features (M, F) → log-probabilities (M, n)."""
         return torch.log_softmax(self.logits(h), dim=-1)
 
     def noise(self, batch, generator):
@@ -1191,19 +1191,19 @@ class Categorical(nn.Module):
         return -torch.empty(batch, self.n).exponential_(generator=generator).log()
 
     def sample(self, logp, noise):
-        """Gumbel-max: the argmax of log-probability + Gumbel noise has the policy's law. (B,)"""
+        """Gumbel-max: the argmax of log-probability + Gumbel noise has the policy's law. (M,)"""
         return (logp + noise).argmax(dim=-1)
 
     def mode(self, logp):
-        """The most probable action, (B,)."""
+        """The most probable action, (M,)."""
         return logp.argmax(dim=-1)
 
     def log_prob(self, logp, action):
-        """log π(a|s), (B,)."""
+        """log π(a|s), (M,)."""
         return logp.gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
     def entropy(self, logp):
-        """H = −Σ π log π, (B,)."""
+        """H = −Σ π log π, (M,)."""
         return -(logp.exp() * logp).sum(dim=-1)
 
 
@@ -1217,7 +1217,7 @@ class Gaussian(nn.Module):
         self.log_std = nn.Parameter(torch.full((n,), init_log_std))
 
     def forward(self, h):
-        """Features (B, F) → mean (B, A)."""
+        """Features (M, F) → mean (M, A)."""
         return self.mean(h)
 
     def noise(self, batch, generator):
@@ -1225,21 +1225,21 @@ class Gaussian(nn.Module):
         return torch.randn(batch, self.n, generator=generator)
 
     def sample(self, mean, noise):
-        """a = μ + σ ε, (B, A)."""
+        """a = μ + σ ε, (M, A)."""
         return mean + self.log_std.exp() * noise
 
     def mode(self, mean):
-        """The most probable action, (B, A)."""
+        """The most probable action, (M, A)."""
         return mean
 
     def log_prob(self, mean, action):
-        """log π(a|s) = −½ Σ ((a − μ)/σ)² − Σ log σ − (A/2) log 2π, (B,)."""
+        """log π(a|s) = −½ Σ ((a − μ)/σ)² − Σ log σ − (A/2) log 2π, (M,)."""
         z = (action - mean) * torch.exp(-self.log_std)
         constant = self.log_std.sum() + 0.5 * self.n * math.log(2 * math.pi)
         return -0.5 * z.square().sum(dim=-1) - constant
 
     def entropy(self, mean):
-        """H = Σ log σ + (A/2) log 2πe, (B,)."""
+        """H = Σ log σ + (A/2) log 2πe, (M,)."""
         constant = 0.5 * self.n * math.log(2 * math.pi * math.e)
         return (self.log_std.sum() + constant).expand(mean.shape[0])
 
@@ -1266,7 +1266,7 @@ class Model(nn.Module):
         return nn.Sequential(*layers)
 
     def forward(self, obs):
-        """Observations (B, D) → the policy's parameters pi (B, ·) for the head, values (B,)."""
+        """Observations (M, D) → the policy's parameters pi (M, ·) for the head, values (M,)."""
         h = self.actor(obs)
         h_value = h if self.critic is self.actor else self.critic(obs)
         return self.head(h), self.value(h_value).squeeze(-1)
