@@ -96,7 +96,7 @@ def main():
         writer = csv.writer(file)
         writer.writerow(["what", "min", "median", "unit"])
         writer.writerows([(what, f"{a:.4g}", f"{b:.4g}", unit) for what, a, b, unit in table])
-        writer.writerow([f"versions: {json.dumps(versions)}"])
+        writer.writerow(["versions", json.dumps(versions)])
     print(RESULTS.read_text())
 
 
