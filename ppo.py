@@ -97,9 +97,7 @@ def add_common_arguments(parser, **defaults):
     option("--num-workers", natural, 0, "processes that step the games; 0: step them in this one")
     option("--log-dir", str, "runs", "folder that receives the run's own folder")
     option("--run-name", str, None, "name of the run's folder; default env__script__seed__time")
-    option(
-        "--eval-every", natural, 0, "evaluate every so many iterations, first and last; 0: never"
-    )
+    option("--eval-every", natural, 0, "iterations between evaluations; 0: never")
     option("--eval-episodes", count, 16, "episodes of an evaluation")
     option("--save-every", natural, 50, "iterations between checkpoints; 0: only at the end")
     option("--resume", str, None, "continue this run; options beside it replace the run's")
@@ -127,13 +125,11 @@ def add_common_arguments(parser, **defaults):
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
     option("--norm-adv", bool, True, "normalise advantages to mean 0, deviation 1 per minibatch")
     option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
-    option("--clip-vloss", bool, False, "clip the change of the value by ε too")
-    option("--ent-coef", coefficient, 0.0, "c_e, weight of the entropy bonus; 0 to 0.01 usual")
+    option("--clip-vloss", bool, True, "clip the change of the value by ε too")
+    option("--ent-coef", coefficient, 0.01, "c_e, weight of the entropy bonus; 0 to 0.01 usual")
     option("--vf-coef", coefficient, 0.5, "c_v, weight of the value loss; 0.5 to 1 usual")
     option("--max-grad-norm", positive, 0.5, "clip the gradient to this global norm")
-    option(
-        "--target-kl", positive, None, "end an update once KL(π_old, π) exceeds it; 0.003 to 0.05"
-    )
+    option("--target-kl", positive, None, "end an update when KL(π_old, π) is above; 0.01 to 0.05")
 
 
 def parse_args(argv=None):

@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).parent / "golden"
 SMALL = (
     "--num-envs 6 --num-minibatches 3 --update-epochs 2 --hidden 30 20 --shared-net --init-log-std "
     "-1 --learning-rate 1e-3 --no-anneal-lr --num-iterations 3 --clip-coef 0.1 --ent-coef 0.001 "
-    "--target-kl 1000 --quiet"
+    "--vf-coef 0.5 --no-clip-vloss --target-kl 1000 --quiet"
 ).split()
 
 
