@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -139,3 +140,21 @@ def test_import_runs_nothing(script):
     code = f"import sys; sys.argv.append('--nonsense'); import {script}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def readme_commands():
+    """The scripts' command lines in README.md and in the docstrings, without placeholders."""
+    texts = [
+        (ROOT / "README.md").read_text(),
+        *(importlib.import_module(name).__doc__ for name in SCRIPTS),
+    ]
+    commands = re.findall(r"python (ppo\w*)\.py(.*?)(?:#.*)?$", "\n".join(texts), re.MULTILINE)
+    return sorted({(name, options.strip()) for name, options in commands if "<" not in options})
+
+
+@pytest.mark.parametrize("name, options", readme_commands())
+def test_readme_commands_are_accepted(name, options, tmp_path):
+    """Every command that the README and the docstrings show is one that the script takes."""
+    if "my_simulation.py" in options:
+        options = options.replace("my_simulation.py:make", "envs:make")
+    importlib.import_module(name).parse_args([*options.split(), "--log-dir", str(tmp_path)])
