@@ -1,6 +1,6 @@
 """PPO (proximal policy optimisation) for any Gymnasium environment with vector observations.
 
-    python ppo.py --env CartPole-v1                        # train, about half a minute
+    python ppo.py --env CartPole-v1                        # train, about a minute
     python ppo.py --env Pendulum-v1 --gamma 0.9 --num-envs 8 --num-steps 256 --learning-rate 1e-3
     python ppo.py --eval runs/CartPole-v1__ppo__1__<time>  # evaluate what a run has learned
     tensorboard --logdir runs
