@@ -26,6 +26,7 @@ ended the episode, if it did.
 import argparse
 import csv
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -39,7 +40,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import defaultdict, deque
+from collections import deque
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,9 +113,14 @@ def add_common_arguments(parser, **defaults):
     option("--num-iterations", count, None, "length of the run in iterations")
 
     group = parser.add_argument_group("network")
-    option("--hidden", count, [64, 64], "widths of the tanh layers", nargs="+")
+    option("--hidden", count, [64, 64], "widths of the hidden layers", nargs="+")
+    option("--activation", str, "tanh", "of the hidden layers", choices=sorted(ACTIVATIONS))
+    option("--layer-norm", bool, False, "LayerNorm before every activation")
     option("--shared-net", bool, False, "policy and value function share the hidden layers")
     option("--init-log-std", real, 0.0, "log σ of a Gaussian policy at the start; -3 to 0 usual")
+    option("--full-covariance", bool, False, "Gaussian policy with correlated action entries")
+    option("--norm-obs", bool, False, "observations become (s − μ) / σ, running, cut at ±10")
+    option("--norm-value", bool, False, "value targets become (R − μ) / σ, running (PopArt)")
 
     group = parser.add_argument_group("PPO")
     option("--learning-rate", positive, 2.5e-4, "Adam's step size; 1e-5 to 1e-3 usual")
@@ -123,7 +129,11 @@ def add_common_arguments(parser, **defaults):
     option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
     option("--num-minibatches", count, 4, "B, minibatches per epoch; divides the number of rows")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
-    option("--norm-adv", bool, True, "normalise advantages to mean 0, deviation 1 per minibatch")
+    choices = {"choices": ("minibatch", "batch", "off")}
+    text = (
+        "where advantages get mean 0 and deviation 1: in each minibatch, over the rollout, or off"
+    )
+    option("--norm-adv", str, "minibatch", text, **choices)
     option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
     option("--clip-vloss", bool, True, "clip the change of the value by ε too")
     option("--ent-coef", coefficient, 0.01, "c_e, weight of the entropy bonus; 0 to 0.01 usual")
@@ -139,18 +149,48 @@ def parse_args(argv=None):
     add_common_arguments(parser)
     steps_help = "T, steps per game and iteration; 128 to 2048 usual (%(default)s)"
     parser.add_argument("--num-steps", type=number(int, 1), default=128, help=steps_help)
+    add_trick_arguments(parser)
     args = parse_with_run(parser, argv)
-    with option_error(parser, "--env"):
-        env = gym.make(args.env)
+    with option_error(parser, "--env"), closing(make_env(args.env)) as env:
         check_spaces(env.observation_space, env.action_space)
-        env.close()
-    check_rows(parser, args, args.num_envs * args.num_steps)
+        args.action_masks = args.action_masks and action_mask(env, env.reset()[1]) is not None
+    # A minibatch of a recurrent policy has whole sequences, one per game.
+    check_rows(parser, args, args.num_envs * (1 if args.rnn else args.num_steps))
     check_normaliser(parser, args, args.num_envs * args.num_steps)
     if args.num_iterations is None:
         total_timesteps = args.total_timesteps or 500_000
         args.num_iterations = max(1, total_timesteps // (args.num_envs * args.num_steps))
     check_checkpoint(parser, args)
     return args
+
+
+def add_trick_arguments(parser):
+    """Add the options that ppo.py has beyond the common ones."""
+    positive, coefficient = number(float, 0, open_low=True), number(float, 0)
+
+    def option(name, text, default=None, **more):
+        more = more or {"action": argparse.BooleanOptionalAction}
+        default_text = f" ({default})" if default else ""
+        group.add_argument(name, default=default, help=text + default_text, **more)
+
+    group = parser.add_argument_group("tricks")
+    text = "divide rewards by the running deviation of the discounted return, cut at ±10"
+    option("--norm-reward", text, False)
+    text = "use the actions allowed by info['action_mask'] or env.action_masks(), where there are"
+    option("--action-masks", text, True)
+    text = "V(s) of an episode's last state goes on for it if a time limit cut the episode short"
+    option("--time-limit-bootstrap", text, True)
+    text = "subtract V(s) from the return: the advantage; off: vanilla policy gradient"
+    option("--baseline", text, True)
+    text = "β of PPO-Penalty: adds β KL(π_old, π) to the loss, beside clipping; 0.01 to 3 usual"
+    option("--kl-coef", text, 0.0, type=coefficient)
+    text = "KL per epoch to hold by ×1.5 or ÷1.5 on the learning rate, instead of --anneal-lr; 0.01"
+    option("--adaptive-lr", text, type=positive)
+    text = "learning rate of the value function; default: --learning-rate"
+    option("--value-learning-rate", text, type=positive)
+    text = "recurrent policy: a memory in front of the hidden layers, for hidden states"
+    option("--rnn", text, choices=("gru", "lstm"))
+    option("--rnn-size", "width of the memory", 64, type=number(int, 1))
 
 
 def parse_with_run(parser, argv):
@@ -210,7 +250,7 @@ def check_rows(parser, args, num_rows):
 
 def check_normaliser(parser, args, num_rows):
     """Refuse minibatches of a single row, whose advantages have no deviation."""
-    if args.norm_adv and num_rows == args.num_minibatches:
+    if args.norm_adv == "minibatch" and num_rows == args.num_minibatches:
         parser.error("argument --num-minibatches: --norm-adv needs 2 rows in each minibatch")
 
 
@@ -230,18 +270,54 @@ def first_line(error):
 
 def check_spaces(observation_space, action_space):
     """Raise ValueError unless the spaces are ones that the model knows."""
-    if not isinstance(observation_space, gym.spaces.Box) or len(observation_space.shape) != 1:
-        raise ValueError(
-            f"observation space {observation_space} is not supported, only Box vectors"
-        )
-    discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
-    vector = isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 1
-    if not discrete and not vector:
-        supported = "only Discrete (from 0) and Box vectors"
+    spaces = gym.spaces
+    if not isinstance(observation_space, spaces.Box) or len(observation_space.shape) != 1:
+        raise ValueError(f"observation space {observation_space} is not supported")
+    discrete = isinstance(action_space, (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary))
+    box = isinstance(action_space, spaces.Box) and np.issubdtype(action_space.dtype, np.floating)
+    if not discrete and not box:
+        supported = "only Discrete, MultiDiscrete, MultiBinary and Box of floats"
         raise ValueError(f"action space {action_space} is not supported, {supported}")
 
 
 # ------------------------------------------------------------------------------------ game
+
+
+def make_env(env_id, **options):
+    """Return the env; an observation that is no vector is flattened, a Discrete one is one-hot."""
+    env = gym.make(env_id, **options)
+    space = env.observation_space
+    vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
+    return env if vector else gym.wrappers.FlattenObservation(env)
+
+
+def action_mask(env, info):
+    """Return which actions are allowed, flags for all logits of the policy; None: env has no mask.
+
+    A choice without any allowed action is a ValueError.
+    """
+    if isinstance(env.action_space, gym.spaces.Box):
+        return None
+    if "action_mask" in info:
+        mask = info["action_mask"]
+    elif env.has_wrapper_attr("action_masks"):
+        mask = env.get_wrapper_attr("action_masks")()
+    else:
+        return None
+    mask = np.hstack(mask).astype(bool).ravel()  # one for MultiDiscrete may be a tuple
+    starts = np.cumsum([0, *num_options(env.action_space)[:-1]])
+    if not np.logical_or.reduceat(mask, starts).all():
+        raise ValueError("the action mask allows no action")
+    return mask
+
+
+def num_options(space):
+    """Return the number of options of each choice that a discrete action consists of."""
+    if isinstance(space, gym.spaces.Discrete):
+        return [int(space.n)]
+    if isinstance(space, gym.spaces.MultiBinary):
+        return [2] * math.prod(space.shape)
+    return space.nvec.ravel().tolist()
 
 
 class Game:
@@ -249,23 +325,20 @@ class Game:
 
     def __init__(self, env_id, seed, **options):
         self.name, self.seed = env_id, seed
-        self.env = gym.make(env_id, **options)
-        space = self.env.action_space
-        self.bounds = (space.low, space.high) if isinstance(space, gym.spaces.Box) else None
+        self.env = make_env(env_id, **options)
+        self.action_space = self.env.action_space
 
     def reset(self, seed=None):
         """Start an episode, of the game's current random stream or of a new seed. Return (D,)."""
         self.episode_return, self.episode_length = 0.0, 0
-        obs, _ = self.env.reset(seed=seed)
+        obs, self.info = self.env.reset(seed=seed)
         return obs
-
-    def clip(self, action):
-        """Return a Box action within its bounds: on the way to the env, not in log π(a|s)."""
-        return action if self.bounds is None else np.clip(action, *self.bounds)
 
     def step(self, action):
         """Take one step. Returns what `record` does."""
-        return self.record(*self.env.step(self.clip(action))[:4])
+        action = to_env(action, self.action_space)
+        obs, reward, terminated, truncated, self.info = self.env.step(action)
+        return self.record(obs, reward, terminated, truncated)
 
     def record(self, obs, reward, terminated, truncated):
         """Keep the episode's books of a step, start the next episode if this one ended.
@@ -282,29 +355,48 @@ class Game:
         return self.reset(), obs, reward, terminated, truncated and not terminated, *episode
 
 
+def to_env(action, space):
+    """Return the policy's action as the env takes it.
+
+    A Box's action is cut to its bounds here, on the way to the env, not in log π(a|s).
+    """
+    if isinstance(space, gym.spaces.Box):
+        return action.clip(space.low, space.high)
+    return action + getattr(space, "start", 0)
+
+
 class Games:
     """The games of one worker: rows `rows` of all N, stepped one after the other.
 
     They read their actions from, and write what comes of them to, the arrays that all share.
     """
 
-    def __init__(self, env_id, seeds, rows, arrays):
+    def __init__(self, env_id, seeds, rows, arrays, **options):
         self.arrays = {name: array[rows] for name, array in arrays.items()}
-        self.games = [Game(env_id, int(seed)) for seed in seeds[rows]]
+        self.games = [Game(env_id, int(seed), **options) for seed in seeds[rows]]
 
     def reset(self):
         """Start all games from their seeds."""
         for i, game in enumerate(self.games):
             with named(game, "reset"):
                 self.arrays["obs"][i] = game.reset(game.seed)
+                self.show(i, game)
 
     def step(self):
         """Step all games once."""
-        outputs = [self.arrays[name] for name in STEP_OUTPUTS]
+        actions, outputs = self.arrays["actions"], [self.arrays[name] for name in STEP_OUTPUTS]
         for i, game in enumerate(self.games):
             with named(game, "step"):
-                for array, value in zip(outputs, game.step(self.arrays["actions"][i]), strict=True):
+                for array, value in zip(outputs, game.step(actions[i]), strict=True):
                     array[i] = value
+                self.show(i, game)
+
+    def show(self, i, game):
+        """Write what some policies see beside the observation."""
+        if "action_mask" in self.arrays:
+            self.arrays["action_mask"][i] = action_mask(game.env, game.info)
+        if "starts" in self.arrays:
+            self.arrays["starts"][i] = game.episode_length == 0
 
     def close(self):
         """Close all envs."""
@@ -313,19 +405,18 @@ class Games:
 
 
 # The shared arrays that receive what Game.step returns, in its order.
-STEP_OUTPUTS = (
-    *("obs", "final_obs", "rewards", "terminated", "truncated"),
-    *("episode_return", "episode_length"),
-)
+STEP_RESULTS = ("final_obs", "rewards", "terminated", "truncated")  # what a rollout stores
+STEP_OUTPUTS = ("obs", *STEP_RESULTS, "episode_return", "episode_length")
 
 
 def array_layout(num_envs, observation_space, action_space):
     """Return {name: (shape, dtype)} of the arrays that main process and workers share."""
     N, D = num_envs, observation_space.shape
+    box = isinstance(action_space, gym.spaces.Box)
     return {
         "obs": ((N, *D), np.float32),
         "final_obs": ((N, *D), np.float32),
-        "actions": ((N, *action_space.shape), action_space.dtype),
+        "actions": ((N, *action_space.shape), np.float32 if box else action_space.dtype),
         "rewards": ((N,), np.float32),
         "terminated": ((N,), np.bool_),
         "truncated": ((N,), np.bool_),
@@ -458,7 +549,7 @@ class WorkerPool:
 def check_finite(arrays, where):
     """Raise GameError if the games' step made an observation or reward that is no number."""
     for name in ("obs", "final_obs", "rewards"):
-        if not np.isfinite(arrays[name]).all():
+        if not math.isfinite(arrays[name].sum()) and not np.isfinite(arrays[name]).all():
             game = int(np.argwhere(~np.isfinite(arrays[name]))[0][0])
             raise GameError(f"NaN or infinity in {name} of game {game} at {where}")
 
@@ -474,32 +565,45 @@ def layer_init(layer, gain=2**0.5):
 
 
 class Categorical(nn.Module):
-    """Policy head for Discrete(n): one logit per action."""
+    """Policy head for discrete actions: K independent choices, one logit per option.
 
-    def __init__(self, features, n):
+    `options` has the number of options of each choice: [n] for Discrete(n), nvec for MultiDiscrete,
+    [2, 2, ...] for MultiBinary. `shape` is that of an action in the env: () for Discrete.
+    """
+
+    def __init__(self, features, options, shape=()):
         super().__init__()
-        self.n = n
-        self.logits = layer_init(nn.Linear(features, n), 0.01)
+        self.options, self.shape, self.n = options, shape, sum(options)
+        self.logits = layer_init(nn.Linear(features, self.n), 0.01)
+        starts = torch.tensor([0, *options[:-1]]).cumsum(0)
+        self.register_buffer("starts", starts, persistent=False)  # of each choice's logits
 
-    def forward(self, h):
-        """Features (M, F) → log-probabilities (M, n)."""
-        return torch.log_softmax(self.logits(h), dim=-1)
+    def forward(self, h, action_mask=None):
+        """Features (M, F) → log-probabilities (M, n), choice after choice."""
+        logits = self.logits(h)
+        if action_mask is not None:
+            # A probability of exactly 0; its π log π is 0 too, where −∞ would make it NaN.
+            logits = logits.where(action_mask, -1e8)
+        parts = [part.log_softmax(dim=-1) for part in logits.split(self.options, dim=-1)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def noise(self, batch, generator):
         """Standard Gumbel noise, (batch, n)."""
         return -torch.empty(batch, self.n).exponential_(generator=generator).log()
 
     def sample(self, logp, noise):
-        """Gumbel-max: the argmax of log-probability + Gumbel noise has the policy's law. (M,)"""
-        return (logp + noise).argmax(dim=-1)
+        """Gumbel-max: the argmax of log π + Gumbel noise has the law of the policy. (M, ...)"""
+        return self.mode(logp + noise)
 
     def mode(self, logp):
-        """The most probable action, (M,)."""
-        return logp.argmax(dim=-1)
+        """The most probable action, (M, ...)."""
+        parts = [part.argmax(dim=-1) for part in logp.split(self.options, dim=-1)]
+        return torch.stack(parts, dim=-1).view(*logp.shape[:-1], *self.shape)
 
     def log_prob(self, logp, action):
-        """log π(a|s), (M,)."""
-        return logp.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        """log π(a|s), the sum over the choices, (M,)."""
+        rows = action.reshape(*logp.shape[:-1], -1) + self.starts
+        return logp.gather(-1, rows).sum(dim=-1)
 
     def entropy(self, logp):
         """H = −Σ π log π, (M,)."""
@@ -507,15 +611,15 @@ class Categorical(nn.Module):
 
 
 class Gaussian(nn.Module):
-    """Policy head for Box(A): mean from the features, one free log σ per action entry."""
+    """Policy head for Box: mean from the features, one free log σ per action entry."""
 
-    def __init__(self, features, n, init_log_std):
+    def __init__(self, features, n, init_log_std, shape=(-1,)):
         super().__init__()
-        self.n = n
+        self.n, self.shape = n, shape
         self.mean = layer_init(nn.Linear(features, n), 0.01)
         self.log_std = nn.Parameter(torch.full((n,), init_log_std))
 
-    def forward(self, h):
+    def forward(self, h, action_mask=None):
         """Features (M, F) → mean (M, A)."""
         return self.mean(h)
 
@@ -523,52 +627,235 @@ class Gaussian(nn.Module):
         """Standard normal noise, (batch, A)."""
         return torch.randn(batch, self.n, generator=generator)
 
+    def scale(self, noise):
+        """σ ε, (M, A)."""
+        return self.log_std.exp() * noise
+
+    def standardise(self, deviation):
+        """(a − μ) / σ, (M, A)."""
+        return deviation * torch.exp(-self.log_std)
+
     def sample(self, mean, noise):
-        """a = μ + σ ε, (M, A)."""
-        return mean + self.log_std.exp() * noise
+        """a = μ + σ ε, (M, ...)."""
+        return self.mode(mean + self.scale(noise))
 
     def mode(self, mean):
-        """The most probable action, (M, A)."""
-        return mean
+        """The most probable action, (M, ...)."""
+        return mean.view(*mean.shape[:-1], *self.shape)
 
     def log_prob(self, mean, action):
         """log π(a|s) = −½ Σ ((a − μ)/σ)² − Σ log σ − (A/2) log 2π, (M,)."""
-        z = (action - mean) * torch.exp(-self.log_std)
+        z = self.standardise(action.reshape(mean.shape) - mean)
         constant = self.log_std.sum() + 0.5 * self.n * math.log(2 * math.pi)
         return -0.5 * z.square().sum(dim=-1) - constant
 
     def entropy(self, mean):
         """H = Σ log σ + (A/2) log 2πe, (M,)."""
         constant = 0.5 * self.n * math.log(2 * math.pi * math.e)
-        return (self.log_std.sum() + constant).expand(mean.shape[0])
+        return (self.log_std.sum() + constant).expand(mean.shape[:-1])
+
+
+class FullGaussian(Gaussian):
+    """A Gaussian with covariance L Lᵀ: L is lower triangular, with σ on its diagonal."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.lower = nn.Parameter(torch.zeros(self.n, self.n))  # only what is below the diagonal
+
+    def factor(self):
+        """L, (A, A)."""
+        return self.lower.tril(-1) + self.log_std.exp().diag()
+
+    def scale(self, noise):
+        """L ε, (M, A)."""
+        return noise @ self.factor().T
+
+    def standardise(self, deviation):
+        """L⁻¹ (a − μ), (M, A)."""
+        return torch.linalg.solve_triangular(self.factor().T, deviation, upper=True, left=False)
+
+
+class RunningNorm(nn.Module):
+    """(x − μ) / σ with the mean and deviation of all rows seen; saved with the model."""
+
+    def __init__(self, shape=(), cut=math.inf):
+        super().__init__()
+        self.cut = cut
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("var", torch.ones(shape))
+        self.register_buffer("count", torch.zeros(()))
+
+    @property
+    def std(self):
+        """σ, never 0."""
+        return (self.var + 1e-8).sqrt()
+
+    def update(self, rows):
+        """Take in rows (M, ...): two sets' moments are combined as in Chan et al. 1983."""
+        total, delta = self.count + len(rows), rows.mean(dim=0) - self.mean
+        share = len(rows) / total
+        within = self.var * (1 - share) + rows.var(dim=0, correction=0) * share
+        self.var.copy_(within + delta.square() * share * (1 - share))
+        self.mean += delta * share
+        self.count.copy_(total)
+
+    def forward(self, x):
+        """Normalise, cut at ± so many deviations."""
+        return ((x - self.mean) / self.std).clamp(-self.cut, self.cut)
+
+
+class RewardNorm(RunningNorm):
+    """Rewards divided by the running deviation of their discounted sum (Engstrom et al. 2020)."""
+
+    def __init__(self, gamma):
+        super().__init__(cut=10)
+        self.gamma, self.discounted = gamma, 0.0
+
+    def forward(self, rewards, ended):
+        """Scale the rewards (T, N) of a rollout, whose sums begin anew where an episode ended."""
+        sums = []
+        for t in range(len(rewards)):
+            self.discounted = rewards[t] + self.gamma * self.discounted
+            sums.append(self.discounted)
+            self.discounted = self.discounted * ~ended[t]
+        self.update(torch.cat(sums))
+        return (rewards / self.std).clamp(-self.cut, self.cut)
+
+
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 
 
 class Model(nn.Module):
-    """Policy and value function: tanh layers, orthogonal weights, a head for each."""
+    """Policy and value function: hidden layers, orthogonal weights, a head for each."""
 
-    def __init__(self, obs_dim, action_space, hidden, shared_net, init_log_std):
+    def __init__(
+        self,
+        obs_dim,
+        action_space,
+        hidden=(64, 64),
+        shared_net=False,
+        init_log_std=0.0,
+        activation="tanh",
+        layer_norm=False,
+        full_covariance=False,
+        norm_obs=False,
+        norm_value=False,
+        action_masks=False,
+    ):
         super().__init__()
-        self.actor = self.tanh_layers(obs_dim, hidden)
-        self.critic = self.actor if shared_net else self.tanh_layers(obs_dim, hidden)
-        if isinstance(action_space, gym.spaces.Discrete):
-            self.head = Categorical(hidden[-1], int(action_space.n))
+        self.inputs = ("obs", "action_mask") if action_masks else ("obs",)  # of `forward`
+        self.stored = (*self.inputs, "actions")  # what a rollout stores of each step's choice
+        self.obs_norm = RunningNorm((obs_dim,), cut=10) if norm_obs else nn.Identity()
+        self.value_norm = RunningNorm() if norm_value else None
+        layers = functools.partial(self.hidden_layers, obs_dim, hidden, activation, layer_norm)
+        self.actor = layers()
+        self.critic = self.actor if shared_net else layers()
+        if isinstance(action_space, gym.spaces.Box):
+            head = FullGaussian if full_covariance else Gaussian
+            n, shape = math.prod(action_space.shape), action_space.shape
+            self.head = head(hidden[-1], n, init_log_std, shape)
         else:
-            self.head = Gaussian(hidden[-1], action_space.shape[0], init_log_std)
+            self.head = Categorical(hidden[-1], num_options(action_space), action_space.shape)
         self.value = layer_init(nn.Linear(hidden[-1], 1), 1.0)
 
     @staticmethod
-    def tanh_layers(width, hidden):
-        """Return the tanh layers of widths `hidden` over an input of `width` entries."""
+    def hidden_layers(width, hidden, activation, layer_norm):
+        """Return layers of widths `hidden` over an input of `width` entries."""
         layers = []
         for previous, following in zip([width, *hidden], hidden, strict=False):
-            layers += [layer_init(nn.Linear(previous, following)), nn.Tanh()]
+            layers += [layer_init(nn.Linear(previous, following))]
+            layers += [nn.LayerNorm(following)] if layer_norm else []
+            layers += [ACTIVATIONS[activation]()]
         return nn.Sequential(*layers)
 
-    def forward(self, obs):
-        """Observations (M, D) → the policy's parameters pi (M, ·) for the head, values (M,)."""
-        h = self.actor(obs)
-        h_value = h if self.critic is self.actor else self.critic(obs)
-        return self.head(h), self.value(h_value).squeeze(-1)
+    def forward(self, obs, action_mask=None):
+        """Observations (M, D) → the policy's parameters pi (M, ·) for the head, values (M,).
+
+        Allowed actions are flags (M, n). With --norm-value the values are normalised ones.
+        """
+        return self.heads(self.obs_norm(obs), action_mask)
+
+    def heads(self, x, action_mask=None):
+        """Input of the hidden layers (M, ·) → pi (M, ·), values (M,)."""
+        h = self.actor(x)
+        h_value = h if self.critic is self.actor else self.critic(x)
+        return self.head(h, action_mask), self.value(h_value).squeeze(-1)
+
+    def act(self, arrays, noise=None):
+        """Set actions for what the games show: samples from noise (N, ·), else the mode."""
+        x, *mask = self.see(arrays)
+        pi = self.head(self.actor(x), *mask)
+        actions = self.head.mode(pi) if noise is None else self.head.sample(pi, noise)
+        arrays["actions"][:] = actions.cpu().numpy()
+
+    def see(self, arrays):
+        """Return the input of the hidden layers (N, ·), and the flags of allowed actions if any."""
+        obs, *mask = to_tensors(arrays, self.inputs, self.value.weight.device)
+        return self.obs_norm(obs), *mask
+
+    def final_values(self, buffer):
+        """V of where each step led to, (T, N): not of the next episode's first state."""
+        return self(buffer["final_obs"])[1]
+
+    @torch.no_grad()
+    def update_value_norm(self, returns):
+        """Take in returns (M,) and change the last layer so that V(s) stays what it was.
+
+        PopArt: van Hasselt et al. 2016, arXiv 1602.07714.
+        """
+        mean, std = self.value_norm.mean.clone(), self.value_norm.std
+        self.value_norm.update(returns)
+        self.value.weight.mul_(std / self.value_norm.std)
+        bias = std * self.value.bias + mean - self.value_norm.mean
+        self.value.bias.copy_(bias / self.value_norm.std)
+
+
+class RecurrentModel(Model):
+    """A Model whose hidden layers see a GRU's or LSTM's memory of the episode instead of s_t.
+
+    Its inputs are time-major, (T, M, ...): obs, starts (whether obs is an episode's first) and
+    state, the memory before each step, of which only that before the first step is used.
+    """
+
+    def __init__(self, obs_dim, action_space, rnn, rnn_size, norm_obs=False, **options):
+        super().__init__(rnn_size, action_space, **options)
+        self.obs_norm = RunningNorm((obs_dim,), cut=10) if norm_obs else nn.Identity()
+        self.inputs = ("obs", "starts", "state", *self.inputs[1:])
+        self.stored = (*self.inputs, "actions", "next_state")
+        self.memory = {"gru": nn.GRU, "lstm": nn.LSTM}[rnn](obs_dim, rnn_size)
+        for name, parameter in self.memory.named_parameters():
+            nn.init.zeros_(parameter) if "bias" in name else nn.init.orthogonal_(parameter)
+
+    def remember(self, obs, starts, state):
+        """Return the memories (T, M, H) after each of the steps, and the last state (M, S)."""
+        obs, memories = self.obs_norm(obs), []
+        cuts = [t for t in range(1, len(obs)) if starts[t].any()]  # between them, one call for all
+        for begin, end in itertools.pairwise([0, *cuts, len(obs)]):
+            state = state * ~starts[begin].unsqueeze(-1)
+            # An LSTM's state is h and c, here side by side; a GRU's is h.
+            parts = [part.unsqueeze(0) for part in state.split(self.memory.hidden_size, dim=-1)]
+            h, parts = self.memory(obs[begin:end], parts[0] if len(parts) == 1 else tuple(parts))
+            state = torch.cat(tuple(parts), dim=-1).view_as(state)
+            memories.append(h)
+        return torch.cat(memories), state
+
+    def forward(self, obs, starts, state, action_mask=None):
+        """Observations (T, M, D) → the policy's parameters pi (T, M, ·), values (T, M)."""
+        return self.heads(self.remember(obs, starts, state[0])[0], action_mask)
+
+    def see(self, arrays):
+        """Return the memories (N, H), and the flags of allowed actions if any; go on in memory."""
+        arrays["state"][:] = arrays["next_state"]
+        obs, starts, state, *mask = to_tensors(arrays, self.inputs, self.value.weight.device)
+        memories, state = self.remember(obs.unsqueeze(0), starts.unsqueeze(0), state)
+        arrays["next_state"][:] = state.cpu().numpy()
+        return memories[0], *mask
+
+    def final_values(self, buffer):
+        """V of where each step led to, (T, N), seen with the memory after that step."""
+        rows = [buffer[name].flatten(0, 1).unsqueeze(0) for name in ("final_obs", "next_state")]
+        never = torch.zeros_like(rows[0][..., 0], dtype=torch.bool)  # (1, T·N)
+        return self(rows[0], never, rows[1])[1].view(buffer["rewards"].shape)
 
 
 # ------------------------------------------------------------------------------------ rollout
@@ -581,41 +868,63 @@ def rollout(model, pool, num_steps, generator):
     Returns the buffer, tensors (T, N, ...): obs, actions, logprobs, values, next_values, rewards,
     terminated, truncated; and the (return, length) of the episodes that ended.
     """
-    device, arrays = model.value.weight.device, pool.arrays
-    buffer, episodes = defaultdict(list), []
+    arrays, episodes = pool.arrays, []
+    buffer = make_buffer(model, arrays, num_steps)
+    noise = make_noise(model, num_steps, len(arrays["obs"]), generator)
     for t in range(num_steps):
-        obs = torch.tensor(arrays["obs"], device=device)  # (N, D)
-        pi, values = model(obs)
-        noise = model.head.noise(len(obs), generator).to(device)
-        actions = model.head.sample(pi, noise)
-        arrays["actions"][:] = actions.cpu().numpy()
+        model.act(arrays, noise[t])
+        store(buffer, t, arrays, model.stored)
         pool.call("step")
         check_finite(arrays, f"step {t}")
-        logprobs = model.head.log_prob(pi, actions)
-        store(buffer, arrays, obs=obs, actions=actions, logprobs=logprobs, values=values)
+        store(buffer, t, arrays, STEP_RESULTS)
         episodes += ended_episodes(arrays)
     return finish(model, buffer), episodes
 
 
-def store(buffer, arrays, **tensors):
-    """Append one step of all games to a buffer's lists, tensors (N, ...)."""
-    for name in ("final_obs", "rewards", "terminated", "truncated"):
-        tensors[name] = torch.tensor(arrays[name], device=tensors["obs"].device)
-    for name, tensor in tensors.items():
-        buffer[name].append(tensor)
+def make_buffer(model, arrays, num_steps):
+    """Return empty arrays for T steps of all games, {name: (T, N, ...)}."""
+    stored = {name: arrays[name] for name in (*model.stored, *STEP_RESULTS)}
+    return {name: np.empty((num_steps, *a.shape), a.dtype) for name, a in stored.items()}
+
+
+def make_noise(model, num_steps, num_envs, generator):
+    """Return the noise that makes a rollout's actions random, (T, N, ·)."""
+    noise = model.head.noise(num_steps * num_envs, generator)
+    return noise.view(num_steps, num_envs, -1).to(model.value.weight.device)
+
+
+def store(buffer, t, arrays, names):
+    """Copy what the games' arrays hold to a buffer's step t."""
+    for name in names:
+        buffer[name][t] = arrays[name]
 
 
 def finish(model, buffer):
-    """Stack a buffer's lists to tensors (T, N, ...) and add V(s_{t+1}), `next_values`."""
-    buffer = {name: torch.stack(rows) for name, rows in buffer.items()}
-    # Where step t led to, whatever came of the episode there: not the next episode's first state.
-    _, buffer["next_values"] = model(buffer.pop("final_obs"))  # (T, N)
+    """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs.
+
+    One forward pass for all steps here is cheaper than many small ones in the rollout.
+    """
+    device = model.value.weight.device
+    buffer = dict(zip(buffer, to_tensors(buffer, buffer, device), strict=True))
+    pi, values = model(*(buffer[name] for name in model.inputs))
+    values = torch.stack([values, model.final_values(buffer)])  # V(s_t), V(s_{t+1})
+    if model.value_norm is not None:
+        values = model.value_norm.mean + model.value_norm.std * values
+    buffer["values"], buffer["next_values"] = values
+    buffer["logprobs"] = model.head.log_prob(pi, buffer["actions"])
     return buffer
+
+
+def to_tensors(arrays, names, device):
+    """Return the arrays of these names as tensors; on a CPU they share the arrays' memory."""
+    return [torch.from_numpy(arrays[name]).to(device) for name in names]
 
 
 def ended_episodes(arrays):
     """Return (return, length) of the games whose episode ended with the last step."""
     ended = arrays["episode_length"] > 0
+    if not ended.any():
+        return []
     pairs = zip(arrays["episode_return"][ended], arrays["episode_length"][ended], strict=True)
     return [(float(episode_return), int(length)) for episode_return, length in pairs]
 
@@ -643,12 +952,18 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     return advantages
 
 
-def make_batch(buffer, gamma, gae_lambda):
-    """Add advantages and returns to a buffer and flatten it: (T, N, ...) → (T·N, ...)."""
+def make_batch(buffer, inputs, gamma, gae_lambda):
+    """Add advantages and returns to a buffer and flatten it: (T, N, ...) → (T·N, ...).
+
+    `inputs` names the model's inputs. A buffer with a recurrent policy's states keeps its shape:
+    there a minibatch consists of whole sequences.
+    """
     names = ("rewards", "values", "next_values", "terminated", "truncated")
     advantages = gae(*(buffer[name] for name in names), gamma, gae_lambda)
-    columns = {name: buffer[name] for name in ("obs", "actions", "logprobs", "values")}
+    columns = {name: buffer[name] for name in (*inputs, "actions", "logprobs", "values")}
     columns |= {"advantages": advantages, "returns": advantages + buffer["values"]}
+    if "state" in inputs:
+        return columns
     return {name: column.flatten(0, 1) for name, column in columns.items()}
 
 
@@ -658,10 +973,11 @@ def make_batch(buffer, gamma, gae_lambda):
 def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
-    `batch` holds obs (M, D), actions (M, ...), logprobs, values, advantages, returns (M,). Returns
-    pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,).
+    `batch` holds obs (M, D) and the model's other inputs, actions (M, ...), logprobs, values,
+    advantages, returns (M,). Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,);
+    (T, M) instead of (M,) with a recurrent policy.
     """
-    pi, values = model(batch["obs"])
+    pi, values = model(*(batch[name] for name in model.inputs))
     logratio = model.head.log_prob(pi, batch["actions"]) - batch["logprobs"]
     advantages, returns = batch["advantages"], batch["returns"]
     assert logratio.shape == values.shape == advantages.shape == returns.shape
@@ -682,28 +998,58 @@ def losses(model, batch, clip_coef, clip_vloss):
 
 def update(model, optimizer, batch, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
-    seen = []
+    seen, B = [], args.num_minibatches
+    axis = batch["advantages"].dim() - 1  # of the rows; (T, N): a row is a game's whole sequence
+    if args.norm_adv == "batch":
+        batch = batch | {"advantages": normalised(batch["advantages"])}
     for _ in range(args.update_epochs):
-        rows = torch.randperm(len(batch["obs"]), generator=generator)
-        for mb_rows in rows.view(args.num_minibatches, -1):  # (B, M)
-            mb = {name: column[mb_rows] for name, column in batch.items()}
-            if args.norm_adv:
-                advantages = mb["advantages"]
-                mb["advantages"] = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        rows = torch.randperm(batch["advantages"].shape[axis], generator=generator)
+        rows = rows.to(batch["obs"].device)
+        # One gather per epoch: minibatches are slices of the shuffled rows.
+        shuffled = {name: c.index_select(axis, rows).chunk(B, axis) for name, c in batch.items()}
+        for i in range(B):
+            mb = {name: chunks[i] for name, chunks in shuffled.items()}
+            if args.norm_adv == "minibatch":
+                mb["advantages"] = normalised(mb["advantages"])
             *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
-            terms = pg_loss, v_loss, entropy = [term.mean() for term in terms]
+            pg_loss, v_loss, entropy = [term.mean() for term in terms]
+            approx_kl, clipfrac = policy_change(logratio, args.clip_coef)
             # PPO, Eq. (9): loss = E[−L^CLIP + c_v ½ (V_θ − R)² − c_e H]
             loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
-            seen.append(torch.stack([*terms, *policy_change(logratio, args.clip_coef)]).detach())
-            if args.target_kl is not None and seen[-1][3] > args.target_kl:
+            if args.kl_coef:
+                loss += args.kl_coef * approx_kl  # PPO, Eq. (8): + β KL(π_old, π_θ)
+            seen.append(torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach())
+            if args.target_kl is not None and approx_kl > args.target_kl:
                 return summary(seen)
-            optimizer.zero_grad()
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-            if not torch.isfinite(norm):  # before it reaches the weights
-                raise GameError(f"loss {loss.item()}, its gradient is not finite: lower the rate?")
-            optimizer.step()
+            take_step(model, optimizer, loss, args.max_grad_norm)
+        if args.adaptive_lr:
+            adapt_learning_rate(optimizer, torch.stack(seen[-B:])[:, 3].mean(), args.adaptive_lr)
     return summary(seen)
+
+
+def normalised(advantages):
+    """Return advantages with mean 0 and deviation 1."""
+    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+
+def take_step(model, optimizer, loss, max_grad_norm):
+    """Take an optimizer step down the clipped gradient of the loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    if not torch.isfinite(norm):  # before it reaches the weights
+        raise GameError(f"loss {loss.item()}, its gradient is not finite: lower the rate?")
+    optimizer.step()
+
+
+def adapt_learning_rate(optimizer, kl, target):
+    """Divide learning rates by 1.5 if KL is above twice the target, multiply below half of it.
+
+    This is skrl's KLAdaptiveLR, between 1e-6 and 1e-2.
+    """
+    factor = 1 / 1.5 if kl > 2 * target else 1.5 if kl < target / 2 else 1
+    for group in optimizer.param_groups:
+        group["lr"] = min(max(group["lr"] * factor, 1e-6), 1e-2)
 
 
 def policy_change(logratio, clip_coef):
@@ -735,12 +1081,10 @@ def evaluate(model, pool, arrays, max_steps=100_000):
 
     Raises GameError if an episode takes more than `max_steps` steps.
     """
-    device = model.value.weight.device
     pool.call("reset")
     returns = np.full(len(arrays["rewards"]), math.nan)
     for t in range(max_steps):
-        pi, _ = model(torch.tensor(arrays["obs"], device=device))
-        arrays["actions"][:] = model.head.mode(pi).cpu().numpy()
+        model.act(arrays)
         pool.call("step")
         check_finite(arrays, f"step {t} of the evaluation")
         first = np.isnan(returns)
@@ -898,11 +1242,25 @@ COLUMNS = (
 
 def make_model(args):
     """Return the Model for the env's spaces, its weights drawn from torch's global generator."""
-    env = gym.make(args.env)
-    obs_dim, action_space = env.observation_space.shape[0], env.action_space
-    env.close()
-    model = Model(obs_dim, action_space, args.hidden, args.shared_net, args.init_log_std)
+    with closing(make_env(args.env)) as env:
+        spaces = env.observation_space.shape[0], env.action_space
+    names = "hidden shared_net init_log_std activation layer_norm full_covariance "
+    names += "norm_obs norm_value action_masks"
+    options = {name: getattr(args, name) for name in names.split()}
+    if args.rnn:
+        model = RecurrentModel(*spaces, args.rnn, args.rnn_size, **options)
+    else:
+        model = Model(*spaces, **options)
+    model.reward_norm = RewardNorm(args.gamma) if args.norm_reward else None
     return model.to("cpu" if args.device == "auto" else args.device)
+
+
+def make_optimizer(model, args):
+    """Return Adam, with groups for the policy and for the value function."""
+    value = [*model.value.parameters()]
+    value += model.critic.parameters() if model.critic is not model.actor else []
+    policy = [parameter for parameter in model.parameters() if parameter not in set(value)]
+    return torch.optim.Adam([{"params": policy}, {"params": value}], eps=1e-5, fused=True)
 
 
 EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every run
@@ -913,13 +1271,19 @@ def make_eval_pool(args):
     return make_pool(args, EVAL_SEED + np.arange(args.eval_episodes), num_workers=0)
 
 
-def make_pool(args, seeds, num_workers):
+def make_pool(args, seeds, num_workers, **options):
     """Return the pool of one game per seed."""
-    env = gym.make(args.env)
-    layout = array_layout(len(seeds), env.observation_space, env.action_space)
-    env.close()
-    games = functools.partial(Games, args.env, seeds)
-    return WorkerPool(games, layout, len(seeds), num_workers)
+    N = len(seeds)
+    with closing(make_env(args.env)) as env:
+        layout = array_layout(N, env.observation_space, env.action_space)
+        if args.action_masks:
+            layout["action_mask"] = (N, sum(num_options(env.action_space))), np.bool_
+    if args.rnn:
+        size = (2 if args.rnn == "lstm" else 1) * args.rnn_size
+        layout |= {name: ((N, size), np.float32) for name in ("state", "next_state")}
+        layout["starts"] = (N,), np.bool_
+    games = functools.partial(Games, args.env, seeds, **options)
+    return WorkerPool(games, layout, N, num_workers)
 
 
 def train(args):
@@ -931,7 +1295,7 @@ def train(args):
     torch.set_num_threads(1)  # more threads only slow a small network down
     torch.manual_seed(args.seed)
     model = make_model(args)
-    optimizer = torch.optim.Adam(model.parameters(), args.learning_rate, eps=1e-5, fused=True)
+    optimizer = make_optimizer(model, args)
     generator = torch.Generator().manual_seed(args.seed)
     counters = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0}
     run_dir = Path(args.resume) if args.resume else make_run_dir(args, "ppo")
@@ -956,19 +1320,24 @@ def train(args):
             )
         while counters["iteration"] < args.num_iterations and stop.signal is None:
             started = time.perf_counter()
-            progress = counters["iteration"] / args.num_iterations if args.anneal_lr else 0
-            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - progress)
+            set_learning_rates(optimizer, args, counters["iteration"])
             buffer, episodes = rollout(model, pool, args.num_steps, generator)
-            batch = make_batch(buffer, args.gamma, args.gae_lambda)
-            row = update(model, optimizer, batch, args, generator)
+            apply_tricks(model, buffer, args)
+            batch = make_batch(buffer, model.inputs, args.gamma, args.gae_lambda)
+            row = {"explained_variance": explained_variance(batch["values"], batch["returns"])}
+            if args.norm_value:
+                normalise_values(model, batch, batch["returns"])
+            row |= update(model, optimizer, batch, args, generator)
+            if args.norm_obs:  # after the update: within it, π_old is the policy that sampled
+                model.obs_norm.update(buffer["obs"].flatten(0, 1))
 
             seconds = time.perf_counter() - started
             counters["iteration"] += 1
-            counters["global_step"] += len(batch["obs"])
+            counters["global_step"] += args.num_envs * args.num_steps
             counters["wall_seconds"] += seconds
             recent += episodes
-            row |= counters | episode_means(recent) | {"sps": round(len(batch["obs"]) / seconds)}
-            row["explained_variance"] = explained_variance(batch["values"], batch["returns"])
+            row |= counters | episode_means(recent)
+            row["sps"] = round(args.num_envs * args.num_steps / seconds)
             row["learning_rate"] = optimizer.param_groups[0]["lr"]
             if args.save_every and counters["iteration"] % args.save_every == 0:
                 save()
@@ -980,6 +1349,35 @@ def train(args):
         print(f"run folder: {run_dir}")
     result = {"run_dir": run_dir, "model": model, "optimizer": optimizer, "history": logger.rows}
     return SimpleNamespace(**result, signal=stop.signal)
+
+
+def normalise_values(model, batch, returns):
+    """Take returns into the running mean and deviation, normalise the batch's values by them."""
+    model.update_value_norm(returns.flatten())
+    for name in ("values", "returns"):
+        batch[name] = model.value_norm(batch[name])
+
+
+def set_learning_rates(optimizer, args, iteration):
+    """Set the learning rates of an iteration; --adaptive-lr goes on from where it is."""
+    rates = args.learning_rate, args.value_learning_rate or args.learning_rate
+    progress = iteration / args.num_iterations if args.anneal_lr else 0
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if not args.adaptive_lr:
+            group["lr"] = rate * (1 - progress)
+        elif iteration == 0:
+            group["lr"] = rate
+
+
+def apply_tricks(model, buffer, args):
+    """Change a buffer in place, as some options want it before GAE."""
+    if model.reward_norm is not None:
+        ended = buffer["terminated"] | buffer["truncated"]
+        buffer["rewards"] = model.reward_norm(buffer["rewards"], ended)
+    if not args.time_limit_bootstrap:
+        buffer["terminated"] |= buffer["truncated"]
+    if not args.baseline:  # then GAE is the sum of rewards, discounted by γλ
+        buffer["values"], buffer["next_values"] = torch.zeros(2, *buffer["rewards"].shape)
 
 
 def episode_means(episodes):
@@ -997,36 +1395,47 @@ def evaluate_run(args):
     print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {len(returns)} episodes")
     if args.video:
         try:
-            game = Game(args.env, EVAL_SEED, render_mode="rgb_array")
-            print(f"video: {record_video(Path(args.eval) / 'video.mp4', model, game)}")
+            path = record_video(args, model)
         except Exception as error:
             problem = f"argument --video: no pictures of {args.env}: {first_line(error)}"
             raise GameError(problem) from None
+        print(f"video: {path}")
     return returns
 
 
+def record_video(args, model):
+    """Play an episode with the policy's mode, write its pictures to a file. Return its path."""
+    with closing(make_pool(args, np.array([EVAL_SEED]), 0, render_mode="rgb_array")) as pool:
+        env = pool.games.games[0].env
+        path = Path(args.eval) / "video.mp4"
+        write_video(path, env, play(model, pool, pool.arrays, env))
+    return path
+
+
 @torch.no_grad()
-def record_video(path, model, game, max_steps=10_000):
-    """Play one episode with the policy's mode, write its pictures to `path`. Returns the path."""
+def play(model, pool, arrays, env, max_steps=10_000):
+    """Play an episode of the pool's only game. Yields the pictures."""
+    pool.call("reset")
+    for _ in range(max_steps):
+        yield env.render()
+        model.act(arrays)
+        pool.call("step")
+        if arrays["episode_length"][0] > 0:
+            return
+
+
+def write_video(path, env, pictures):
+    """Write RGB pictures to a file, at the env's speed."""
     import cv2
 
-    env, pictures, ended = game.env, [], False
-    obs, _ = env.reset(seed=game.seed)
-    with closing(env), named(game, "render"):
-        pictures.append(env.render()[..., ::-1])  # OpenCV wants BGR
-        while not ended and len(pictures) < max_steps:
-            obs = torch.tensor(obs, dtype=torch.float32, device=model.value.weight.device)
-            action = model.head.mode(model(obs.unsqueeze(0))[0])[0].cpu().numpy()
-            obs, _, terminated, truncated, _ = env.step(game.clip(action))
-            ended = terminated or truncated
-            pictures.append(env.render()[..., ::-1])
-    height, width, _ = pictures[0].shape
-    fps = env.metadata.get("render_fps", 30)
-    video = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), fps, (width, height))
+    video = None
     for picture in pictures:
-        video.write(np.ascontiguousarray(picture))
+        if video is None:
+            size = picture.shape[1::-1]
+            fps = env.metadata.get("render_fps", 30)
+            video = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), fps, size)
+        video.write(np.ascontiguousarray(picture[..., ::-1]))  # OpenCV wants BGR
     video.release()
-    return path
 
 
 def main():

@@ -65,7 +65,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -142,9 +142,14 @@ def add_common_arguments(parser, **defaults):
     option("--num-iterations", count, None, "length of the run in iterations")
 
     group = parser.add_argument_group("network")
-    option("--hidden", count, [64, 64], "widths of the tanh layers", nargs="+")
+    option("--hidden", count, [64, 64], "widths of the hidden layers", nargs="+")
+    option("--activation", str, "tanh", "of the hidden layers", choices=sorted(ACTIVATIONS))
+    option("--layer-norm", bool, False, "LayerNorm before every activation")
     option("--shared-net", bool, False, "policy and value function share the hidden layers")
     option("--init-log-std", real, 0.0, "log σ of a Gaussian policy at the start; -3 to 0 usual")
+    option("--full-covariance", bool, False, "Gaussian policy with correlated action entries")
+    option("--norm-obs", bool, False, "observations become (s − μ) / σ, running, cut at ±10")
+    option("--norm-value", bool, False, "value targets become (R − μ) / σ, running (PopArt)")
 
     group = parser.add_argument_group("PPO")
     option("--learning-rate", positive, 2.5e-4, "Adam's step size; 1e-5 to 1e-3 usual")
@@ -153,7 +158,11 @@ def add_common_arguments(parser, **defaults):
     option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
     option("--num-minibatches", count, 4, "B, minibatches per epoch; divides the number of rows")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
-    option("--norm-adv", bool, True, "normalise advantages to mean 0, deviation 1 per minibatch")
+    choices = {"choices": ("minibatch", "batch", "off")}
+    text = (
+        "where advantages get mean 0 and deviation 1: in each minibatch, over the rollout, or off"
+    )
+    option("--norm-adv", str, "minibatch", text, **choices)
     option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
     option("--clip-vloss", bool, True, "clip the change of the value by ε too")
     option("--ent-coef", coefficient, 0.01, "c_e, weight of the entropy bonus; 0 to 0.01 usual")
@@ -311,7 +320,7 @@ def check_rows(parser, args, num_rows):
 
 def check_normaliser(parser, args, num_rows):
     """Refuse minibatches of a single row, whose advantages have no deviation."""
-    if args.norm_adv and num_rows == args.num_minibatches:
+    if args.norm_adv == "minibatch" and num_rows == args.num_minibatches:
         parser.error("argument --num-minibatches: --norm-adv needs 2 rows in each minibatch")
 
 
@@ -331,14 +340,13 @@ def first_line(error):
 
 def check_spaces(observation_space, action_space):
     """Raise ValueError unless the spaces are ones that the model knows."""
-    if not isinstance(observation_space, gym.spaces.Box) or len(observation_space.shape) != 1:
-        raise ValueError(
-            f"observation space {observation_space} is not supported, only Box vectors"
-        )
-    discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
-    vector = isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 1
-    if not discrete and not vector:
-        supported = "only Discrete (from 0) and Box vectors"
+    spaces = gym.spaces
+    if not isinstance(observation_space, spaces.Box) or len(observation_space.shape) != 1:
+        raise ValueError(f"observation space {observation_space} is not supported")
+    discrete = isinstance(action_space, (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary))
+    box = isinstance(action_space, spaces.Box) and np.issubdtype(action_space.dtype, np.floating)
+    if not discrete and not box:
+        supported = "only Discrete, MultiDiscrete, MultiBinary and Box of floats"
         raise ValueError(f"action space {action_space} is not supported, {supported}")
 
 
@@ -879,25 +887,39 @@ def make_env(name, level, **options):
     return make(level=level, **options)
 
 
+def num_options(space):
+    """Return the number of options of each choice that a discrete action consists of."""
+    if isinstance(space, gym.spaces.Discrete):
+        return [int(space.n)]
+    if isinstance(space, gym.spaces.MultiBinary):
+        return [2] * math.prod(space.shape)
+    return space.nvec.ravel().tolist()
+
+
+def to_env(action, space):
+    """Return the policy's action as the env takes it.
+
+    A Box's action is cut to its bounds here, on the way to the env, not in log π(a|s).
+    """
+    if isinstance(space, gym.spaces.Box):
+        return action.clip(space.low, space.high)
+    return action + getattr(space, "start", 0)
+
+
 class Game:
     """One simulation on one level that resets itself and keeps its episode's return and length."""
 
-    def __init__(self, env_id, level, seed, evaluation=False, **options):
+    def __init__(self, env_id, level, seed, **options):
         self.name, self.seed = f"{env_id} level {level}", seed
         self.random = np.random.default_rng(seed)  # of the seeds that a pair has in common
-        self.env = make_env(env_id, level, evaluation=evaluation, **options)
-        space = self.env.action_space
-        self.bounds = (space.low, space.high) if isinstance(space, gym.spaces.Box) else None
+        self.env = make_env(env_id, level, **options)
+        self.action_space = self.env.action_space
 
     def reset(self, seed=None):
         """Start an episode, of the game's current random stream or of a new seed. Return (D,)."""
         self.episode_return, self.episode_length = 0.0, 0
         obs, _ = self.env.reset(seed=seed)
         return obs
-
-    def clip(self, action):
-        """Return a Box action within its bounds: on the way to the env, not in log π(a|s)."""
-        return action if self.bounds is None else np.clip(action, *self.bounds)
 
     def record(self, obs, reward, terminated, truncated):
         """Keep the episode's books of a step, start the next episode if this one ended.
@@ -916,7 +938,8 @@ class Game:
 
 def step_games(games, actions):
     """Step games of one level once, together if their env can. Returns a list of their records."""
-    actions, envs, batch = games[0].clip(actions), [game.env for game in games], None
+    actions = to_env(actions, games[0].action_space)
+    envs, batch = [game.env for game in games], None
     if hasattr(envs[0], "step_batch"):
         with named(games[0], "step_batch"):
             batch = list(zip(*envs[0].step_batch(envs, actions), strict=True))
@@ -937,12 +960,12 @@ class Games:
     state between processes. The shared arrays have a leading axis of members.
     """
 
-    def __init__(self, env_id, levels, seeds, evaluation, rows, arrays):
+    def __init__(self, env_id, levels, seeds, rows, arrays, **options):
         self.arrays = {name: array[:, rows] for name, array in arrays.items()}
         self.games = []
         for m, member_seeds in enumerate(seeds[:, rows]):
             level = levels[m // 2]  # member 2l − 1 is one level below member 2l
-            self.games.append([Game(env_id, level, int(seed), evaluation) for seed in member_seeds])
+            self.games.append([Game(env_id, level, int(s), **options) for s in member_seeds])
         self.maps = hasattr(self.games[0][0].env.unwrapped, "map_from")
 
     def reset(self):
@@ -1010,19 +1033,18 @@ def members(pool):
 
 
 # The shared arrays that receive what Game.step returns, in its order.
-STEP_OUTPUTS = (
-    *("obs", "final_obs", "rewards", "terminated", "truncated"),
-    *("episode_return", "episode_length"),
-)
+STEP_RESULTS = ("final_obs", "rewards", "terminated", "truncated")  # what a rollout stores
+STEP_OUTPUTS = ("obs", *STEP_RESULTS, "episode_return", "episode_length")
 
 
 def array_layout(num_envs, observation_space, action_space):
     """Return {name: (shape, dtype)} of the arrays that main process and workers share."""
     N, D = num_envs, observation_space.shape
+    box = isinstance(action_space, gym.spaces.Box)
     return {
         "obs": ((N, *D), np.float32),
         "final_obs": ((N, *D), np.float32),
-        "actions": ((N, *action_space.shape), action_space.dtype),
+        "actions": ((N, *action_space.shape), np.float32 if box else action_space.dtype),
         "rewards": ((N,), np.float32),
         "terminated": ((N,), np.bool_),
         "truncated": ((N,), np.bool_),
@@ -1155,7 +1177,7 @@ class WorkerPool:
 def check_finite(arrays, where):
     """Raise GameError if the games' step made an observation or reward that is no number."""
     for name in ("obs", "final_obs", "rewards"):
-        if not np.isfinite(arrays[name]).all():
+        if not math.isfinite(arrays[name].sum()) and not np.isfinite(arrays[name]).all():
             game = int(np.argwhere(~np.isfinite(arrays[name]))[0][0])
             raise GameError(f"NaN or infinity in {name} of game {game} at {where}")
 
@@ -1171,32 +1193,45 @@ def layer_init(layer, gain=2**0.5):
 
 
 class Categorical(nn.Module):
-    """Policy head for Discrete(n): one logit per action."""
+    """Policy head for discrete actions: K independent choices, one logit per option.
 
-    def __init__(self, features, n):
+    `options` has the number of options of each choice: [n] for Discrete(n), nvec for MultiDiscrete,
+    [2, 2, ...] for MultiBinary. `shape` is that of an action in the env: () for Discrete.
+    """
+
+    def __init__(self, features, options, shape=()):
         super().__init__()
-        self.n = n
-        self.logits = layer_init(nn.Linear(features, n), 0.01)
+        self.options, self.shape, self.n = options, shape, sum(options)
+        self.logits = layer_init(nn.Linear(features, self.n), 0.01)
+        starts = torch.tensor([0, *options[:-1]]).cumsum(0)
+        self.register_buffer("starts", starts, persistent=False)  # of each choice's logits
 
-    def forward(self, h):
-        """Features (M, F) → log-probabilities (M, n)."""
-        return torch.log_softmax(self.logits(h), dim=-1)
+    def forward(self, h, action_mask=None):
+        """Features (M, F) → log-probabilities (M, n), choice after choice."""
+        logits = self.logits(h)
+        if action_mask is not None:
+            # A probability of exactly 0; its π log π is 0 too, where −∞ would make it NaN.
+            logits = logits.where(action_mask, -1e8)
+        parts = [part.log_softmax(dim=-1) for part in logits.split(self.options, dim=-1)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def noise(self, batch, generator):
         """Standard Gumbel noise, (batch, n)."""
         return -torch.empty(batch, self.n).exponential_(generator=generator).log()
 
     def sample(self, logp, noise):
-        """Gumbel-max: the argmax of log-probability + Gumbel noise has the policy's law. (M,)"""
-        return (logp + noise).argmax(dim=-1)
+        """Gumbel-max: the argmax of log π + Gumbel noise has the law of the policy. (M, ...)"""
+        return self.mode(logp + noise)
 
     def mode(self, logp):
-        """The most probable action, (M,)."""
-        return logp.argmax(dim=-1)
+        """The most probable action, (M, ...)."""
+        parts = [part.argmax(dim=-1) for part in logp.split(self.options, dim=-1)]
+        return torch.stack(parts, dim=-1).view(*logp.shape[:-1], *self.shape)
 
     def log_prob(self, logp, action):
-        """log π(a|s), (M,)."""
-        return logp.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        """log π(a|s), the sum over the choices, (M,)."""
+        rows = action.reshape(*logp.shape[:-1], -1) + self.starts
+        return logp.gather(-1, rows).sum(dim=-1)
 
     def entropy(self, logp):
         """H = −Σ π log π, (M,)."""
@@ -1204,15 +1239,15 @@ class Categorical(nn.Module):
 
 
 class Gaussian(nn.Module):
-    """Policy head for Box(A): mean from the features, one free log σ per action entry."""
+    """Policy head for Box: mean from the features, one free log σ per action entry."""
 
-    def __init__(self, features, n, init_log_std):
+    def __init__(self, features, n, init_log_std, shape=(-1,)):
         super().__init__()
-        self.n = n
+        self.n, self.shape = n, shape
         self.mean = layer_init(nn.Linear(features, n), 0.01)
         self.log_std = nn.Parameter(torch.full((n,), init_log_std))
 
-    def forward(self, h):
+    def forward(self, h, action_mask=None):
         """Features (M, F) → mean (M, A)."""
         return self.mean(h)
 
@@ -1220,52 +1255,169 @@ class Gaussian(nn.Module):
         """Standard normal noise, (batch, A)."""
         return torch.randn(batch, self.n, generator=generator)
 
+    def scale(self, noise):
+        """σ ε, (M, A)."""
+        return self.log_std.exp() * noise
+
+    def standardise(self, deviation):
+        """(a − μ) / σ, (M, A)."""
+        return deviation * torch.exp(-self.log_std)
+
     def sample(self, mean, noise):
-        """a = μ + σ ε, (M, A)."""
-        return mean + self.log_std.exp() * noise
+        """a = μ + σ ε, (M, ...)."""
+        return self.mode(mean + self.scale(noise))
 
     def mode(self, mean):
-        """The most probable action, (M, A)."""
-        return mean
+        """The most probable action, (M, ...)."""
+        return mean.view(*mean.shape[:-1], *self.shape)
 
     def log_prob(self, mean, action):
         """log π(a|s) = −½ Σ ((a − μ)/σ)² − Σ log σ − (A/2) log 2π, (M,)."""
-        z = (action - mean) * torch.exp(-self.log_std)
+        z = self.standardise(action.reshape(mean.shape) - mean)
         constant = self.log_std.sum() + 0.5 * self.n * math.log(2 * math.pi)
         return -0.5 * z.square().sum(dim=-1) - constant
 
     def entropy(self, mean):
         """H = Σ log σ + (A/2) log 2πe, (M,)."""
         constant = 0.5 * self.n * math.log(2 * math.pi * math.e)
-        return (self.log_std.sum() + constant).expand(mean.shape[0])
+        return (self.log_std.sum() + constant).expand(mean.shape[:-1])
+
+
+class FullGaussian(Gaussian):
+    """A Gaussian with covariance L Lᵀ: L is lower triangular, with σ on its diagonal."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.lower = nn.Parameter(torch.zeros(self.n, self.n))  # only what is below the diagonal
+
+    def factor(self):
+        """L, (A, A)."""
+        return self.lower.tril(-1) + self.log_std.exp().diag()
+
+    def scale(self, noise):
+        """L ε, (M, A)."""
+        return noise @ self.factor().T
+
+    def standardise(self, deviation):
+        """L⁻¹ (a − μ), (M, A)."""
+        return torch.linalg.solve_triangular(self.factor().T, deviation, upper=True, left=False)
+
+
+class RunningNorm(nn.Module):
+    """(x − μ) / σ with the mean and deviation of all rows seen; saved with the model."""
+
+    def __init__(self, shape=(), cut=math.inf):
+        super().__init__()
+        self.cut = cut
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("var", torch.ones(shape))
+        self.register_buffer("count", torch.zeros(()))
+
+    @property
+    def std(self):
+        """σ, never 0."""
+        return (self.var + 1e-8).sqrt()
+
+    def update(self, rows):
+        """Take in rows (M, ...): two sets' moments are combined as in Chan et al. 1983."""
+        total, delta = self.count + len(rows), rows.mean(dim=0) - self.mean
+        share = len(rows) / total
+        within = self.var * (1 - share) + rows.var(dim=0, correction=0) * share
+        self.var.copy_(within + delta.square() * share * (1 - share))
+        self.mean += delta * share
+        self.count.copy_(total)
+
+    def forward(self, x):
+        """Normalise, cut at ± so many deviations."""
+        return ((x - self.mean) / self.std).clamp(-self.cut, self.cut)
+
+
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 
 
 class Model(nn.Module):
-    """Policy and value function: tanh layers, orthogonal weights, a head for each."""
+    """Policy and value function: hidden layers, orthogonal weights, a head for each."""
 
-    def __init__(self, obs_dim, action_space, hidden, shared_net, init_log_std):
+    def __init__(
+        self,
+        obs_dim,
+        action_space,
+        hidden=(64, 64),
+        shared_net=False,
+        init_log_std=0.0,
+        activation="tanh",
+        layer_norm=False,
+        full_covariance=False,
+        norm_obs=False,
+        norm_value=False,
+        action_masks=False,
+    ):
         super().__init__()
-        self.actor = self.tanh_layers(obs_dim, hidden)
-        self.critic = self.actor if shared_net else self.tanh_layers(obs_dim, hidden)
-        if isinstance(action_space, gym.spaces.Discrete):
-            self.head = Categorical(hidden[-1], int(action_space.n))
+        self.inputs = ("obs", "action_mask") if action_masks else ("obs",)  # of `forward`
+        self.stored = (*self.inputs, "actions")  # what a rollout stores of each step's choice
+        self.obs_norm = RunningNorm((obs_dim,), cut=10) if norm_obs else nn.Identity()
+        self.value_norm = RunningNorm() if norm_value else None
+        layers = functools.partial(self.hidden_layers, obs_dim, hidden, activation, layer_norm)
+        self.actor = layers()
+        self.critic = self.actor if shared_net else layers()
+        if isinstance(action_space, gym.spaces.Box):
+            head = FullGaussian if full_covariance else Gaussian
+            n, shape = math.prod(action_space.shape), action_space.shape
+            self.head = head(hidden[-1], n, init_log_std, shape)
         else:
-            self.head = Gaussian(hidden[-1], action_space.shape[0], init_log_std)
+            self.head = Categorical(hidden[-1], num_options(action_space), action_space.shape)
         self.value = layer_init(nn.Linear(hidden[-1], 1), 1.0)
 
     @staticmethod
-    def tanh_layers(width, hidden):
-        """Return the tanh layers of widths `hidden` over an input of `width` entries."""
+    def hidden_layers(width, hidden, activation, layer_norm):
+        """Return layers of widths `hidden` over an input of `width` entries."""
         layers = []
         for previous, following in zip([width, *hidden], hidden, strict=False):
-            layers += [layer_init(nn.Linear(previous, following)), nn.Tanh()]
+            layers += [layer_init(nn.Linear(previous, following))]
+            layers += [nn.LayerNorm(following)] if layer_norm else []
+            layers += [ACTIVATIONS[activation]()]
         return nn.Sequential(*layers)
 
-    def forward(self, obs):
-        """Observations (M, D) → the policy's parameters pi (M, ·) for the head, values (M,)."""
-        h = self.actor(obs)
-        h_value = h if self.critic is self.actor else self.critic(obs)
-        return self.head(h), self.value(h_value).squeeze(-1)
+    def forward(self, obs, action_mask=None):
+        """Observations (M, D) → the policy's parameters pi (M, ·) for the head, values (M,).
+
+        Allowed actions are flags (M, n). With --norm-value the values are normalised ones.
+        """
+        return self.heads(self.obs_norm(obs), action_mask)
+
+    def heads(self, x, action_mask=None):
+        """Input of the hidden layers (M, ·) → pi (M, ·), values (M,)."""
+        h = self.actor(x)
+        h_value = h if self.critic is self.actor else self.critic(x)
+        return self.head(h, action_mask), self.value(h_value).squeeze(-1)
+
+    def act(self, arrays, noise=None):
+        """Set actions for what the games show: samples from noise (N, ·), else the mode."""
+        x, *mask = self.see(arrays)
+        pi = self.head(self.actor(x), *mask)
+        actions = self.head.mode(pi) if noise is None else self.head.sample(pi, noise)
+        arrays["actions"][:] = actions.cpu().numpy()
+
+    def see(self, arrays):
+        """Return the input of the hidden layers (N, ·), and the flags of allowed actions if any."""
+        obs, *mask = to_tensors(arrays, self.inputs, self.value.weight.device)
+        return self.obs_norm(obs), *mask
+
+    def final_values(self, buffer):
+        """V of where each step led to, (T, N): not of the next episode's first state."""
+        return self(buffer["final_obs"])[1]
+
+    @torch.no_grad()
+    def update_value_norm(self, returns):
+        """Take in returns (M,) and change the last layer so that V(s) stays what it was.
+
+        PopArt: van Hasselt et al. 2016, arXiv 1602.07714.
+        """
+        mean, std = self.value_norm.mean.clone(), self.value_norm.std
+        self.value_norm.update(returns)
+        self.value.weight.mul_(std / self.value_norm.std)
+        bias = std * self.value.bias + mean - self.value_norm.mean
+        self.value.bias.copy_(bias / self.value_norm.std)
 
 
 # ------------------------------------------------------------------------------------ rollout
@@ -1279,51 +1431,72 @@ def rollout(model, pool, level, args, generator):
     obs, actions, logprobs, values, next_values, rewards, terminated, truncated; and the (return,
     length) of the level's own episodes that ended.
     """
-    device = model.value.weight.device
+    T, by_step = args.num_steps[level], level > 0 and args.coupling == "step"
     pair = [members(pool)[m] for m in ([2 * level, 2 * level - 1] if level else [0])]
-    buffers, episodes = [defaultdict(list) for _ in pair], []
-    by_step = level > 0 and args.coupling == "step"
-    for t in range(args.num_steps[level]):
+    buffers, episodes = [make_buffer(model, arrays, T) for arrays in pair], []
+    noise = make_noise(model, T, len(pair[0]["obs"]), generator)  # both members'
+    for t in range(T):
         if by_step:
             pool.call("synchronize", level)
-        noise = model.head.noise(len(pair[0]["obs"]), generator).to(device)  # both members'
-        policies = []
         for m, arrays in enumerate(pair):
             check_finite(arrays, f"the start of step {t} on level {args.levels[level - m]}")
-            obs = torch.tensor(arrays["obs"], device=device)  # (N, D)
-            pi, values = model(obs)
-            if not (by_step and policies):  # else a partner takes the fine member's action
-                actions = model.head.sample(pi, noise)
-            arrays["actions"][:] = actions.cpu().numpy()
-            policy = {"obs": obs, "values": values, "actions": actions}
-            policies.append(policy | {"logprobs": model.head.log_prob(pi, actions)})
+            if m and by_step:  # a partner takes the fine member's action
+                arrays["actions"][:] = pair[0]["actions"]
+            else:
+                model.act(arrays, noise[t])
+            store(buffers[m], t, arrays, model.stored)
         pool.call("step", level)
-        for m, (arrays, policy) in enumerate(zip(pair, policies, strict=True)):
+        for m, arrays in enumerate(pair):
             check_finite(arrays, f"step {t} on level {args.levels[level - m]}")
-            store(buffers[m], arrays, **policy)
+            store(buffers[m], t, arrays, STEP_RESULTS)
         episodes += ended_episodes(pair[0])
     return [finish(model, buffer) for buffer in buffers], episodes
 
 
-def store(buffer, arrays, **tensors):
-    """Append one step of all games to a buffer's lists, tensors (N, ...)."""
-    for name in ("final_obs", "rewards", "terminated", "truncated"):
-        tensors[name] = torch.tensor(arrays[name], device=tensors["obs"].device)
-    for name, tensor in tensors.items():
-        buffer[name].append(tensor)
+def make_buffer(model, arrays, num_steps):
+    """Return empty arrays for T steps of all games, {name: (T, N, ...)}."""
+    stored = {name: arrays[name] for name in (*model.stored, *STEP_RESULTS)}
+    return {name: np.empty((num_steps, *a.shape), a.dtype) for name, a in stored.items()}
+
+
+def make_noise(model, num_steps, num_envs, generator):
+    """Return the noise that makes a rollout's actions random, (T, N, ·)."""
+    noise = model.head.noise(num_steps * num_envs, generator)
+    return noise.view(num_steps, num_envs, -1).to(model.value.weight.device)
+
+
+def store(buffer, t, arrays, names):
+    """Copy what the games' arrays hold to a buffer's step t."""
+    for name in names:
+        buffer[name][t] = arrays[name]
 
 
 def finish(model, buffer):
-    """Stack a buffer's lists to tensors (T, N, ...) and add V(s_{t+1}), `next_values`."""
-    buffer = {name: torch.stack(rows) for name, rows in buffer.items()}
-    # Where step t led to, whatever came of the episode there: not the next episode's first state.
-    _, buffer["next_values"] = model(buffer.pop("final_obs"))  # (T, N)
+    """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs.
+
+    One forward pass for all steps here is cheaper than many small ones in the rollout.
+    """
+    device = model.value.weight.device
+    buffer = dict(zip(buffer, to_tensors(buffer, buffer, device), strict=True))
+    pi, values = model(*(buffer[name] for name in model.inputs))
+    values = torch.stack([values, model.final_values(buffer)])  # V(s_t), V(s_{t+1})
+    if model.value_norm is not None:
+        values = model.value_norm.mean + model.value_norm.std * values
+    buffer["values"], buffer["next_values"] = values
+    buffer["logprobs"] = model.head.log_prob(pi, buffer["actions"])
     return buffer
+
+
+def to_tensors(arrays, names, device):
+    """Return the arrays of these names as tensors; on a CPU they share the arrays' memory."""
+    return [torch.from_numpy(arrays[name]).to(device) for name in names]
 
 
 def ended_episodes(arrays):
     """Return (return, length) of the games whose episode ended with the last step."""
     ended = arrays["episode_length"] > 0
+    if not ended.any():
+        return []
     pairs = zip(arrays["episode_return"][ended], arrays["episode_length"][ended], strict=True)
     return [(float(episode_return), int(length)) for episode_return, length in pairs]
 
@@ -1351,12 +1524,18 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     return advantages
 
 
-def make_batch(buffer, gamma, gae_lambda):
-    """Add advantages and returns to a buffer and flatten it: (T, N, ...) → (T·N, ...)."""
+def make_batch(buffer, inputs, gamma, gae_lambda):
+    """Add advantages and returns to a buffer and flatten it: (T, N, ...) → (T·N, ...).
+
+    `inputs` names the model's inputs. A buffer with a recurrent policy's states keeps its shape:
+    there a minibatch consists of whole sequences.
+    """
     names = ("rewards", "values", "next_values", "terminated", "truncated")
     advantages = gae(*(buffer[name] for name in names), gamma, gae_lambda)
-    columns = {name: buffer[name] for name in ("obs", "actions", "logprobs", "values")}
+    columns = {name: buffer[name] for name in (*inputs, "actions", "logprobs", "values")}
     columns |= {"advantages": advantages, "returns": advantages + buffer["values"]}
+    if "state" in inputs:
+        return columns
     return {name: column.flatten(0, 1) for name, column in columns.items()}
 
 
@@ -1366,10 +1545,11 @@ def make_batch(buffer, gamma, gae_lambda):
 def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
-    `batch` holds obs (M, D), actions (M, ...), logprobs, values, advantages, returns (M,). Returns
-    pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,).
+    `batch` holds obs (M, D) and the model's other inputs, actions (M, ...), logprobs, values,
+    advantages, returns (M,). Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,);
+    (T, M) instead of (M,) with a recurrent policy.
     """
-    pi, values = model(batch["obs"])
+    pi, values = model(*(batch[name] for name in model.inputs))
     logratio = model.head.log_prob(pi, batch["actions"]) - batch["logprobs"]
     advantages, returns = batch["advantages"], batch["returns"]
     assert logratio.shape == values.shape == advantages.shape == returns.shape
@@ -1427,16 +1607,17 @@ def update(model, optimizer, batch, args, generator):
     # the same gradient at π_old; and the value function fits the rows of positive weight.
     bounded = args.correction == "bounded"
     term_weights = (1, weights.clamp(min=0), weights) if bounded else (weights, weights, weights)
+    if args.norm_adv == "batch":
+        batch = batch | {
+            "advantages": normalised(batch["advantages"], args.num_envs * args.num_steps[0])
+        }
     coarsest = args.num_envs * args.num_steps[0] // args.num_minibatches  # M^1
     for _ in range(args.update_epochs):
         rows = minibatches(args.num_steps, args.num_envs, args.num_minibatches, generator)
         for mb_rows in rows:  # (S,)
             mb = {name: column[mb_rows] for name, column in batch.items()}
-            if args.norm_adv:
-                # One affine map for all levels, from the coarsest level's many rows.
-                advantages = mb["advantages"]
-                own = advantages[:coarsest]
-                mb["advantages"] = (advantages - own.mean()) / (own.std() + 1e-8)
+            if args.norm_adv == "minibatch":
+                mb["advantages"] = normalised(mb["advantages"], coarsest)
             if bounded:
                 mb["advantages"] = weights * mb["advantages"]
             *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
@@ -1444,17 +1625,31 @@ def update(model, optimizer, batch, args, generator):
             pg_loss, v_loss, entropy = terms
             # ML, Algorithm 4: loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}]
             loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
-            change = policy_change(logratio[weights > 0], args.clip_coef)
-            seen.append(torch.stack([*terms, *change]).detach())
-            if args.target_kl is not None and seen[-1][3] > args.target_kl:
+            approx_kl, clipfrac = policy_change(logratio[weights > 0], args.clip_coef)
+            seen.append(torch.stack([*terms, approx_kl, clipfrac]).detach())
+            if args.target_kl is not None and approx_kl > args.target_kl:
                 return summary(seen)
-            optimizer.zero_grad()
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-            if not torch.isfinite(norm):  # before it reaches the weights
-                raise GameError(f"loss {loss.item()}, its gradient is not finite: lower the rate?")
-            optimizer.step()
+            take_step(model, optimizer, loss, args.max_grad_norm)
     return summary(seen)
+
+
+def normalised(advantages, coarsest):
+    """Return advantages less the mean of the first `coarsest` rows, divided by their deviation.
+
+    It is one affine map for all levels, from the coarsest level's many rows.
+    """
+    own = advantages[:coarsest]
+    return (advantages - own.mean()) / (own.std() + 1e-8)
+
+
+def take_step(model, optimizer, loss, max_grad_norm):
+    """Take an optimizer step down the clipped gradient of the loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    if not torch.isfinite(norm):  # before it reaches the weights
+        raise GameError(f"loss {loss.item()}, its gradient is not finite: lower the rate?")
+    optimizer.step()
 
 
 def policy_change(logratio, clip_coef):
@@ -1486,12 +1681,10 @@ def evaluate(model, pool, arrays, max_steps=100_000):
 
     Raises GameError if an episode takes more than `max_steps` steps.
     """
-    device = model.value.weight.device
     pool.call("reset")
     returns = np.full(len(arrays["rewards"]), math.nan)
     for t in range(max_steps):
-        pi, _ = model(torch.tensor(arrays["obs"], device=device))
-        arrays["actions"][:] = model.head.mode(pi).cpu().numpy()
+        model.act(arrays)
         pool.call("step")
         check_finite(arrays, f"step {t} of the evaluation")
         first = np.isnan(returns)
@@ -1654,11 +1847,14 @@ def make_model(args):
     env = make_env(args.env, args.levels[-1])
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
     env.close()
-    model = Model(obs_dim, action_space, args.hidden, args.shared_net, args.init_log_std)
+    names = (
+        "hidden shared_net init_log_std activation layer_norm full_covariance norm_obs norm_value"
+    )
+    model = Model(obs_dim, action_space, **{name: getattr(args, name) for name in names.split()})
     return model.to("cpu" if args.device == "auto" else args.device)
 
 
-EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every run
+EVAL_SEED = 10_000
 
 
 def make_eval_pool(args):
@@ -1667,7 +1863,7 @@ def make_eval_pool(args):
     return make_pool(args, [args.eval_level], seeds[np.newaxis], 0, evaluation=True)
 
 
-def make_pool(args, levels, seeds, num_workers, evaluation=False):
+def make_pool(args, levels, seeds, num_workers, **options):
     """Return the pool of actors on the levels, with a seed per member and actor (2L − 1, N)."""
     env = make_env(args.env, levels[0])
     layout = array_layout(seeds.shape[1], env.observation_space, env.action_space)
@@ -1675,7 +1871,7 @@ def make_pool(args, levels, seeds, num_workers, evaluation=False):
     layout |= {name: ((seeds.shape[1],), np.float64) for name in ("seconds", "steps")}
     layout = {name: ((len(seeds), *shape), dtype) for name, (shape, dtype) in layout.items()}
     env.close()
-    games = functools.partial(Games, args.env, levels, seeds, evaluation)
+    games = functools.partial(Games, args.env, levels, seeds, **options)
     return WorkerPool(games, layout, seeds.shape[1], num_workers)
 
 
@@ -1726,7 +1922,11 @@ def train(args):
             batches = rollouts(model, pool, args, generator, recent)
             batch = {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
             rollout_seconds = time.perf_counter() - started
+            if args.norm_value:
+                normalise_values(model, batch, batches[0]["returns"])
             row = update(model, optimizer, batch, args, generator)
+            if args.norm_obs:  # after the update: within it, π_old is the policy that sampled
+                model.obs_norm.update(torch.cat([b["obs"] for b in batches[::2]]))
 
             seconds = time.perf_counter() - started
             counters["iteration"] += 1
@@ -1757,6 +1957,13 @@ def train(args):
     return SimpleNamespace(**result, signal=stop.signal)
 
 
+def normalise_values(model, batch, returns):
+    """Take returns into the running mean and deviation, normalise the batch's values by them."""
+    model.update_value_norm(returns.flatten())
+    for name in ("values", "returns"):
+        batch[name] = model.value_norm(batch[name])
+
+
 def rollouts(model, pool, args, generator, recent):
     """Roll out all levels and add their episodes to `recent`.
 
@@ -1765,7 +1972,8 @@ def rollouts(model, pool, args, generator, recent):
     batches = []
     for level in range(len(args.levels)):
         buffers, episodes = rollout(model, pool, level, args, generator)
-        batches += [make_batch(buffer, args.gamma, args.gae_lambda) for buffer in buffers[::-1]]
+        for buffer in buffers[::-1]:
+            batches.append(make_batch(buffer, model.inputs, args.gamma, args.gae_lambda))
         recent[level] += episodes
     return batches
 
@@ -1809,37 +2017,49 @@ def evaluate_run(args):
     print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {len(returns)} episodes")
     if args.video:
         try:
-            options = {"evaluation": True, "render_mode": "rgb_array"}
-            game = Game(args.env, args.eval_level, EVAL_SEED, **options)
-            print(f"video: {record_video(Path(args.eval) / 'video.mp4', model, game)}")
+            path = record_video(args, model)
         except Exception as error:
             problem = f"argument --video: no pictures of {args.env}: {first_line(error)}"
             raise GameError(problem) from None
+        print(f"video: {path}")
     return returns
 
 
+def record_video(args, model):
+    """Play an episode with the policy's mode, write its pictures to a file. Return its path."""
+    seeds = np.array([[EVAL_SEED]])
+    options = {"evaluation": True, "render_mode": "rgb_array"}
+    with closing(make_pool(args, [args.eval_level], seeds, 0, **options)) as pool:
+        env = pool.games.games[0][0].env
+        path = Path(args.eval) / "video.mp4"
+        write_video(path, env, play(model, pool, members(pool)[0], env))
+    return path
+
+
 @torch.no_grad()
-def record_video(path, model, game, max_steps=10_000):
-    """Play one episode with the policy's mode, write its pictures to `path`. Returns the path."""
+def play(model, pool, arrays, env, max_steps=10_000):
+    """Play an episode of the pool's only game. Yields the pictures."""
+    pool.call("reset")
+    for _ in range(max_steps):
+        yield env.render()
+        model.act(arrays)
+        pool.call("step")
+        if arrays["episode_length"][0] > 0:
+            return
+
+
+def write_video(path, env, pictures):
+    """Write RGB pictures to a file, at the env's speed."""
     import cv2
 
-    env, pictures, ended = game.env, [], False
-    obs, _ = env.reset(seed=game.seed)
-    with closing(env), named(game, "render"):
-        pictures.append(env.render()[..., ::-1])  # OpenCV wants BGR
-        while not ended and len(pictures) < max_steps:
-            obs = torch.tensor(obs, dtype=torch.float32, device=model.value.weight.device)
-            action = model.head.mode(model(obs.unsqueeze(0))[0])[0].cpu().numpy()
-            obs, _, terminated, truncated, _ = env.step(game.clip(action))
-            ended = terminated or truncated
-            pictures.append(env.render()[..., ::-1])
-    height, width, _ = pictures[0].shape
-    fps = env.metadata.get("render_fps", 30)
-    video = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), fps, (width, height))
+    video = None
     for picture in pictures:
-        video.write(np.ascontiguousarray(picture))
+        if video is None:
+            size = picture.shape[1::-1]
+            fps = env.metadata.get("render_fps", 30)
+            video = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), fps, size)
+        video.write(np.ascontiguousarray(picture[..., ::-1]))  # OpenCV wants BGR
     video.release()
-    return path
 
 
 def main():

@@ -1,42 +1,154 @@
-"""Learning runs of ppo.py, recorded in results/ppo.csv: python tests/benchmarks/learn_ppo.py
+"""Learning runs of ppo.py, recorded for the README.
 
-A row per run: the command, the mean return of the last 100 training episodes, the mean return of 16
-evaluation episodes (the policy's mode), wall seconds (one core), versions.
+    python tests/benchmarks/learn_ppo.py --jobs 2             # all of them: hours
+    python tests/benchmarks/learn_ppo.py --runs LunarLander   # one of them
+    python tests/benchmarks/learn_ppo.py --collect            # only summarise finished runs
+
+Every run has one core. results/ppo.csv gets a row per run: the command, the mean return of the last
+100 training episodes, mean and deviation of 50 evaluation episodes (the policy's mode), seconds,
+versions; results/ppo/<run>__<seed>.csv its curve. Rows of runs that are not in RUNS_DIR stay.
 """
 
+import argparse
+import concurrent.futures
 import csv
 import json
+import os
+import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = Path(__file__).parent / "results" / "ppo.csv"
-sys.path.insert(0, str(ROOT))
+RUNS_DIR = Path(os.environ.get("RUNS_DIR", ROOT / "runs" / "learn_ppo"))
+RESULTS = Path(__file__).parent / "results"
 
-import ppo  # noqa: E402
+# Sources: CleanRL's defaults for MuJoCo and CartPole, rl-zoo3's for Acrobot, LunarLander,
+# MountainCar and Pendulum (normalised returns there, larger minibatches here).
+MUJOCO = (
+    "--num-envs 1 --num-steps 2048 --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 "
+    "--ent-coef 0 --norm-obs --norm-reward --total-timesteps 1000000"
+)
+LANDER = (
+    "--env LunarLander-v3 --num-envs 16 --num-steps 1024 --num-minibatches 64 --gamma 0.999 "
+    "--gae-lambda 0.98 --learning-rate 3e-4 --total-timesteps 1000000"
+)
+HIDDEN = "--env hidden:CartPoleHidden-v0 --num-envs 16 --total-timesteps 1000000"
+# The rungs share everything that is not on the ladder.
+RUNG = (
+    "--env LunarLander-v3 --num-envs 16 --gamma 0.99 --ent-coef 0.01 --total-timesteps 1000000 "
+    "--no-clip-vloss"
+)
+ONE_STEP = "--update-epochs 1 --num-minibatches 1 --learning-rate 2e-3"
+RUNS = {
+    "CartPole": "--env CartPole-v1",
+    "Acrobot": (
+        "--env Acrobot-v1 --num-envs 16 --num-steps 256 --num-minibatches 16 --gae-lambda 0.94 "
+        "--learning-rate 3e-4 --ent-coef 0 --norm-obs --total-timesteps 1000000"
+    ),
+    "LunarLander": LANDER,
+    "MountainCar": (
+        "--env MountainCar-v0 --num-envs 16 --num-steps 16 --gae-lambda 0.98 --learning-rate 3e-4 "
+        "--ent-coef 0 --norm-obs --norm-reward --total-timesteps 1000000"
+    ),
+    "MountainCar-plain": (
+        "--env MountainCar-v0 --num-envs 16 --num-steps 16 --gae-lambda 0.98 --learning-rate 3e-4 "
+        "--ent-coef 0 --total-timesteps 1000000"
+    ),
+    "Pendulum": (
+        "--env Pendulum-v1 --num-envs 4 --num-steps 1024 --num-minibatches 32 --update-epochs 10 "
+        "--gamma 0.9 --learning-rate 1e-3 --ent-coef 0 --total-timesteps 500000"
+    ),
+    "Taxi": (
+        "--env Taxi-v4 --num-envs 16 --learning-rate 1e-3 --norm-reward --total-timesteps 500000"
+    ),
+    "Taxi-unmasked": (
+        "--env Taxi-v4 --num-envs 16 --learning-rate 1e-3 --norm-reward --total-timesteps 500000 "
+        "--no-action-masks"
+    ),
+    "HalfCheetah": f"--env HalfCheetah-v5 {MUJOCO}",
+    "Hopper": f"--env Hopper-v5 {MUJOCO}",
+    "Walker2d": f"--env Walker2d-v5 {MUJOCO}",
+    "CartPoleHidden": HIDDEN,
+    "CartPoleHidden-gru": f"{HIDDEN} --rnn gru",
+    "CartPoleHidden-lstm": f"{HIDDEN} --rnn lstm",
+    "ladder-1-vpg": f"{RUNG} {ONE_STEP} --num-steps 1024 --gae-lambda 1 --no-baseline --vf-coef 0",
+    "ladder-2-baseline": f"{RUNG} {ONE_STEP} --num-steps 1024 --gae-lambda 1",
+    "ladder-3-one-step": f"{RUNG} {ONE_STEP} --num-steps 16 --gae-lambda 0",
+    "ladder-4-n-step": f"{RUNG} {ONE_STEP} --num-steps 16 --gae-lambda 1",
+    "ladder-5-gae": f"{RUNG} {ONE_STEP} --num-steps 128 --gae-lambda 0.95",
+    "ladder-6-ppo": f"{RUNG} --num-steps 128 --gae-lambda 0.95 --learning-rate 3e-4",
+}
+COLUMNS = (
+    "run seed steps episodic_return eval_return eval_sd wall_seconds command versions"
+).split()
+CURVE = ("global_step", "wall_seconds", "episodic_return")
 
-RUNS = [f"--env CartPole-v1 --seed {seed}" for seed in (1, 2, 3)]
-COLUMNS = "command steps episodic_return eval_return wall_seconds versions".split()
+
+def run(name, seed):
+    """Train and evaluate, one thread."""
+    script = [sys.executable, "-W", "ignore", str(ROOT / "ppo.py")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
+    where = ["--log-dir", str(RUNS_DIR), "--run-name", f"{name}__{seed}", "--quiet"]
+    options = [*RUNS[name].split(), "--seed", str(seed)]
+    subprocess.run([*script, *options, *where], env=environment, check=True)
+    evaluation = [*script, "--eval", str(RUNS_DIR / f"{name}__{seed}"), "--eval-episodes", "50"]
+    done = subprocess.run(evaluation, env=environment, check=True, capture_output=True, text=True)
+    (RUNS_DIR / f"{name}__{seed}" / "evaluation.txt").write_text(done.stdout)
+
+
+def summarise(run_dir):
+    """Return a finished run's row of results/ppo.csv; write its curve."""
+    with (run_dir / "progress.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    thinned = rows[:: max(1, len(rows) // 50)]
+    with (RESULTS / "ppo" / f"{run_dir.name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, CURVE, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(thinned if thinned[-1] is rows[-1] else [*thinned, rows[-1]])
+    config, last = json.loads((run_dir / "config.json").read_text()), rows[-1]
+    name, seed = run_dir.name.rsplit("__", 1)
+    mean, sd = (run_dir / "evaluation.txt").read_text().split()[1:4:2]
+    return {
+        "run": name,
+        "seed": seed,
+        "steps": last["global_step"],
+        "episodic_return": f"{float(last['episodic_return']):.2f}",
+        "eval_return": mean,
+        "eval_sd": sd,
+        "wall_seconds": f"{float(last['wall_seconds']):.1f}",
+        "command": f"python ppo.py {RUNS[name]} --seed {seed}",
+        "versions": json.dumps(config["versions"]),
+    }
+
+
+def collect():
+    """Write the rows of the finished runs to results/ppo.csv, beside those of other runs."""
+    (RESULTS / "ppo").mkdir(exist_ok=True)
+    with (RESULTS / "ppo.csv").open() as file:
+        rows = {(row["run"], row["seed"]): row for row in csv.DictReader(file)}
+    for path in RUNS_DIR.glob("*/evaluation.txt"):
+        row = summarise(path.parent)
+        rows[row["run"], row["seed"]] = row
+    with (RESULTS / "ppo.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows[key] for key in sorted(rows))
 
 
 def main():
-    """Train, and write RESULTS."""
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        for options in RUNS:
-            with tempfile.TemporaryDirectory() as folder:
-                extra = ["--log-dir", folder, "--eval-every", "1000000", "--quiet"]
-                run = ppo.train(ppo.parse_args([*options.split(), *extra]))
-            last = run.history[-1]
-            row = {"command": f"python ppo.py {options}", "steps": last["global_step"]}
-            row["episodic_return"] = f"{last['episodic_return']:.2f}"
-            row["eval_return"] = f"{last['eval_return']:.2f}"
-            row["wall_seconds"] = f"{last['wall_seconds']:.1f}"
-            row["versions"] = json.dumps(ppo.versions())
-            writer.writerow(row)
-            print(row, flush=True)
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--collect", action="store_true", help="only summarise finished runs")
+    args = parser.parse_args()
+    if not args.collect:
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as executor:
+            runs = [executor.submit(run, name, s) for name in args.runs for s in args.seeds]
+        for finished in runs:
+            finished.result()
+    collect()
 
 
 if __name__ == "__main__":
