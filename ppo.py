@@ -1,7 +1,8 @@
 """PPO (proximal policy optimisation) for any Gymnasium environment with vector observations.
 
-    python ppo.py --env CartPole-v1                        # train, about a minute
+    python ppo.py --env CartPole-v1                        # train, about half a minute
     python ppo.py --env Pendulum-v1 --gamma 0.9 --num-envs 8 --num-steps 256 --learning-rate 1e-3
+    python ppo.py --env Taxi-v4 --num-envs 16 --learning-rate 1e-3 --norm-reward  # action masks
     python ppo.py --eval runs/CartPole-v1__ppo__1__<time>  # evaluate what a run has learned
     tensorboard --logdir runs
 
@@ -16,6 +17,7 @@ Each iteration runs the policy π_old for T steps in N games, then takes K epoch
     r_t(θ) = π_θ(a_t|s_t) / π_old(a_t|s_t)                                           PPO, Sec. 3
     L^CLIP(θ) = E[min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)]                       PPO, Eq. (7)
     loss = E[−L^CLIP + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]                  PPO, Eq. (9)
+           + β E[KL(π_old(·|s_t), π_θ(·|s_t))], with --kl-coef                       PPO, Eq. (8)
 
 r_t is the reward, r_t(θ) the probability ratio. Shapes: T steps (--num-steps), N games
 (--num-envs), B minibatches of M rows, D observation entries, A action entries. Everything stored at
@@ -154,8 +156,9 @@ def parse_args(argv=None):
     with option_error(parser, "--env"), closing(make_env(args.env)) as env:
         check_spaces(env.observation_space, env.action_space)
         args.action_masks = args.action_masks and action_mask(env, env.reset()[1]) is not None
-    # A minibatch of a recurrent policy has whole sequences, one per game.
-    check_rows(parser, args, args.num_envs * (1 if args.rnn else args.num_steps))
+    if args.rnn:  # minibatches of whole sequences
+        check_rows(parser, args, args.num_envs, "games (--num-envs) of a recurrent policy")
+    check_rows(parser, args, args.num_envs * args.num_steps)
     check_normaliser(parser, args, args.num_envs * args.num_steps)
     if args.num_iterations is None:
         total_timesteps = args.total_timesteps or 500_000
@@ -241,11 +244,11 @@ def check_checkpoint(parser, args):
                 raise ValueError(f"the network in {run_dir} is not that of the options")
 
 
-def check_rows(parser, args, num_rows):
+def check_rows(parser, args, num_rows, rows="rows"):
     """Refuse a number of minibatches that does not divide the rows."""
     B = args.num_minibatches
     if num_rows % B:
-        parser.error(f"argument --num-minibatches: {B} does not divide the {num_rows} rows")
+        parser.error(f"argument --num-minibatches: {B} does not divide the {num_rows} {rows}")
 
 
 def check_normaliser(parser, args, num_rows):
@@ -1377,7 +1380,7 @@ def apply_tricks(model, buffer, args):
     if not args.time_limit_bootstrap:
         buffer["terminated"] |= buffer["truncated"]
     if not args.baseline:  # then GAE is the sum of rewards, discounted by γλ
-        buffer["values"], buffer["next_values"] = torch.zeros(2, *buffer["rewards"].shape)
+        buffer["values"] = buffer["next_values"] = torch.zeros_like(buffer["values"])
 
 
 def episode_means(episodes):

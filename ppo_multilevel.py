@@ -311,11 +311,11 @@ def check_checkpoint(parser, args):
                 raise ValueError(f"the network in {run_dir} is not that of the options")
 
 
-def check_rows(parser, args, num_rows):
+def check_rows(parser, args, num_rows, rows="rows"):
     """Refuse a number of minibatches that does not divide the rows."""
     B = args.num_minibatches
     if num_rows % B:
-        parser.error(f"argument --num-minibatches: {B} does not divide the {num_rows} rows")
+        parser.error(f"argument --num-minibatches: {B} does not divide the {num_rows} {rows}")
 
 
 def check_normaliser(parser, args, num_rows):

@@ -5,7 +5,8 @@
     python tests/benchmarks/learn_ressim.py --collect           # copy finished runs to results/
 
 Every run has one core (--num-workers 0). `--collect` writes results/ressim/<run>__<seed>.csv, the
-rows with an evaluation, and results/ressim/runs.json, the commands, versions and machine.
+rows with an evaluation, and results/ressim/runs.json, the commands, versions and machine. What is
+there of runs that are not in RUNS_DIR stays.
 """
 
 import argparse
@@ -30,8 +31,7 @@ PAPER = (
 )
 V1 = PAPER + "--env ResSim-v1 --learning-rate 1e-5 --eval-level 5 "
 V3 = PAPER + "--env ResSim-v3 --learning-rate 3e-5 --eval-level 4 --num-iterations 150 "
-LITERAL, BOUNDED = "--correction literal ", "--correction bounded "
-NOISE = BOUNDED + "--coupling noise "
+LITERAL, NOISE = "--correction literal ", "--correction bounded --coupling noise "
 RUNS = {
     "v1-1level": V1 + "--levels 5 --num-steps 50 --num-iterations 300",
     "v1-64": V1 + "--levels 4 --num-steps 50 --num-iterations 300",
@@ -40,9 +40,8 @@ RUNS = {
     "v1-8": V1 + "--levels 1 --num-steps 50 --num-iterations 300",
     "v1-2level": V1 + LITERAL + "--levels 4 5 --num-steps 70 5 --num-iterations 300",
     "v1-3level": V1 + LITERAL + "--levels 3 4 5 --num-steps 80 10 5 --num-iterations 300",
-    "v1-3level-step": V1 + BOUNDED + "--levels 3 4 5 --num-steps 80 10 5 --num-iterations 200",
-    "v1-3level-noise": V1 + NOISE + "--levels 3 4 5 --num-steps 80 10 5 --num-iterations 200",
     "v1-default": "--env ResSim-v1 --num-workers 0",
+    "v1-default-noise": "--env ResSim-v1 --num-workers 0 --coupling noise",
     "v3-64": V3 + "--levels 4 --num-steps 50",
     "v3-32": V3 + "--levels 3 --num-steps 50",
     "v3-16": V3 + "--levels 2 --num-steps 50",
@@ -70,7 +69,8 @@ def run(name, seed):
 def collect():
     """Copy what the finished runs have logged at their evaluations to RESULTS."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    runs = {}
+    index = RESULTS / "runs.json"
+    runs = json.loads(index.read_text())["runs"] if index.exists() else {}
     for run_dir in sorted(RUNS_DIR.iterdir()):
         name, seed = run_dir.name.split("__")
         with (run_dir / "progress.csv").open() as file:
@@ -86,7 +86,8 @@ def collect():
             "iterations": int(rows[-1]["iteration"]),
         }
     machine = {"machine": platform.machine(), "cores": os.cpu_count(), "runs side by side": 2}
-    (RESULTS / "runs.json").write_text(json.dumps({"machine": machine, "runs": runs}, indent=1))
+    runs = dict(sorted(runs.items()))
+    index.write_text(json.dumps({"machine": machine, "runs": runs}, indent=1))
 
 
 def main():
