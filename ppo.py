@@ -83,6 +83,13 @@ def number(kind, low=-math.inf, high=math.inf, open_low=False):
     return parse
 
 
+def add_option(group, name, kind, default, text, **more):
+    """Add an option to a parser's group; the kind is an argparse type, or bool for --x, --no-x."""
+    more |= {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+    default_text = "" if default is None or kind is bool and not default else " (%(default)s)"
+    group.add_argument(name, default=default, help=text + default_text, **more)
+
+
 def add_common_arguments(parser, **defaults):
     """Add the options that all scripts of the family share, with a script's own `defaults`."""
     count, positive, coefficient = number(int, 1), number(float, 0, open_low=True), number(float, 0)
@@ -90,9 +97,7 @@ def add_common_arguments(parser, **defaults):
 
     def option(name, kind, default, text, **more):
         default = defaults.get(name[2:].replace("-", "_"), default)
-        more |= {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        default_text = "" if default is None or kind is bool and not default else " (%(default)s)"
-        group.add_argument(name, default=default, help=text + default_text, **more)
+        add_option(group, name, kind, default, text, **more)
 
     group = parser.add_argument_group("run")
     option("--seed", number(int, 0, 2**63 - 1), 1, "seed of all generators")
@@ -170,30 +175,24 @@ def parse_args(argv=None):
 def add_trick_arguments(parser):
     """Add the options that ppo.py has beyond the common ones."""
     positive, coefficient = number(float, 0, open_low=True), number(float, 0)
-
-    def option(name, text, default=None, **more):
-        more = more or {"action": argparse.BooleanOptionalAction}
-        default_text = f" ({default})" if default else ""
-        group.add_argument(name, default=default, help=text + default_text, **more)
-
-    group = parser.add_argument_group("tricks")
+    option = functools.partial(add_option, parser.add_argument_group("tricks"))
     text = "divide rewards by the running deviation of the discounted return, cut at ±10"
-    option("--norm-reward", text, False)
+    option("--norm-reward", bool, False, text)
     text = "use the actions allowed by info['action_mask'] or env.action_masks(), where there are"
-    option("--action-masks", text, True)
-    text = "V(s) of an episode's last state goes on for it if a time limit cut the episode short"
-    option("--time-limit-bootstrap", text, True)
+    option("--action-masks", bool, True, text)
+    text = "where a time limit cut an episode short, V of its last state stands for the rest"
+    option("--time-limit-bootstrap", bool, True, text)
     text = "subtract V(s) from the return: the advantage; off: vanilla policy gradient"
-    option("--baseline", text, True)
+    option("--baseline", bool, True, text)
     text = "β of PPO-Penalty: adds β KL(π_old, π) to the loss, beside clipping; 0.01 to 3 usual"
-    option("--kl-coef", text, 0.0, type=coefficient)
-    text = "KL per epoch to hold by ×1.5 or ÷1.5 on the learning rate, instead of --anneal-lr; 0.01"
-    option("--adaptive-lr", text, type=positive)
+    option("--kl-coef", coefficient, 0.0, text)
+    text = "hold this KL per epoch by ×1.5 or ÷1.5 on the learning rate, no annealing; 0.01 usual"
+    option("--adaptive-lr", positive, None, text)
     text = "learning rate of the value function; default: --learning-rate"
-    option("--value-learning-rate", text, type=positive)
-    text = "recurrent policy: a memory in front of the hidden layers, for hidden states"
-    option("--rnn", text, choices=("gru", "lstm"))
-    option("--rnn-size", "width of the memory", 64, type=number(int, 1))
+    option("--value-learning-rate", positive, None, text)
+    text = "recurrent policy: a memory in front of the hidden layers, if s_t does not show all"
+    option("--rnn", str, None, text, choices=("gru", "lstm"))
+    option("--rnn-size", number(int, 1), 64, "width of the memory")
 
 
 def parse_with_run(parser, argv):
@@ -1005,7 +1004,7 @@ def update(model, optimizer, batch, args, generator):
     axis = batch["advantages"].dim() - 1  # of the rows; (T, N): a row is a game's whole sequence
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
-    for _ in range(args.update_epochs):
+    for epoch in range(args.update_epochs):
         rows = torch.randperm(batch["advantages"].shape[axis], generator=generator)
         rows = rows.to(batch["obs"].device)
         # One gather per epoch: minibatches are slices of the shuffled rows.
@@ -1022,11 +1021,15 @@ def update(model, optimizer, batch, args, generator):
             if args.kl_coef:
                 loss += args.kl_coef * approx_kl  # PPO, Eq. (8): + β KL(π_old, π_θ)
             seen.append(torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach())
-            if args.target_kl is not None and approx_kl > args.target_kl:
-                return summary(seen)
+            stop = args.target_kl is not None and approx_kl > args.target_kl
+            if stop:
+                break
             take_step(model, optimizer, loss, args.max_grad_norm)
         if args.adaptive_lr:
-            adapt_learning_rate(optimizer, torch.stack(seen[-B:])[:, 3].mean(), args.adaptive_lr)
+            kl = torch.stack(seen[epoch * B :])[:, 3].mean()
+            adapt_learning_rate(optimizer, kl, args.adaptive_lr)
+        if stop:
+            break
     return summary(seen)
 
 
@@ -1046,13 +1049,15 @@ def take_step(model, optimizer, loss, max_grad_norm):
 
 
 def adapt_learning_rate(optimizer, kl, target):
-    """Divide learning rates by 1.5 if KL is above twice the target, multiply below half of it.
+    """Lower learning rates if an epoch's KL is above twice the target, raise them below half of it.
 
-    This is skrl's KLAdaptiveLR, between 1e-6 and 1e-2.
+    This is skrl's KLAdaptiveLR: by a factor of 1.5, between 1e-6 and 1e-2.
     """
-    factor = 1 / 1.5 if kl > 2 * target else 1.5 if kl < target / 2 else 1
     for group in optimizer.param_groups:
-        group["lr"] = min(max(group["lr"] * factor, 1e-6), 1e-2)
+        if kl > 2 * target:
+            group["lr"] = max(group["lr"] / 1.5, 1e-6)
+        elif kl < target / 2:
+            group["lr"] = min(group["lr"] * 1.5, 1e-2)
 
 
 def policy_change(logratio, clip_coef):

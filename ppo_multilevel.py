@@ -110,6 +110,13 @@ def number(kind, low=-math.inf, high=math.inf, open_low=False):
     return parse
 
 
+def add_option(group, name, kind, default, text, **more):
+    """Add an option to a parser's group; the kind is an argparse type, or bool for --x, --no-x."""
+    more |= {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+    default_text = "" if default is None or kind is bool and not default else " (%(default)s)"
+    group.add_argument(name, default=default, help=text + default_text, **more)
+
+
 def add_common_arguments(parser, **defaults):
     """Add the options that all scripts of the family share, with a script's own `defaults`."""
     count, positive, coefficient = number(int, 1), number(float, 0, open_low=True), number(float, 0)
@@ -117,9 +124,7 @@ def add_common_arguments(parser, **defaults):
 
     def option(name, kind, default, text, **more):
         default = defaults.get(name[2:].replace("-", "_"), default)
-        more |= {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        default_text = "" if default is None or kind is bool and not default else " (%(default)s)"
-        group.add_argument(name, default=default, help=text + default_text, **more)
+        add_option(group, name, kind, default, text, **more)
 
     group = parser.add_argument_group("run")
     option("--seed", number(int, 0, 2**63 - 1), 1, "seed of all generators")

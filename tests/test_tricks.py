@@ -1,0 +1,980 @@
+"""Tests of ppo.py's options: normalisations, learning rates, networks, the rungs, memory."""
+
+import copy
+import csv
+import json
+import math
+import re
+import shutil
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ppo
+
+NOISE = "envs_tricks:Noise-v0"
+SMALL = (
+    f"--env {NOISE} --num-envs 4 --num-steps 16 --num-minibatches 2 --update-epochs 2 --hidden 8 8 "
+    "--learning-rate 1e-2 --eval-episodes 4 --num-iterations 3 --quiet"
+).split()
+T, N = 16, 4  # of SMALL
+DISCRETE, BOX = gym.spaces.Discrete(3), gym.spaces.Box(-1, 1, (2,))
+
+
+def clone(thing):
+    """Return a copy of tensors and modules, also those in dicts, lists and tuples."""
+    if isinstance(thing, torch.Tensor):
+        return thing.detach().clone()
+    if isinstance(thing, nn.Module):
+        return copy.deepcopy(thing)
+    if isinstance(thing, dict):
+        return {name: clone(value) for name, value in thing.items()}
+    return [clone(value) for value in thing] if isinstance(thing, (list, tuple)) else thing
+
+
+def spy(monkeypatch, name):
+    """Have ppo's function `name` keep copies of its arguments and results in the returned list."""
+    calls, real = [], getattr(ppo, name)
+
+    def function(*args):
+        before = clone(args)
+        result = real(*args)
+        calls.append(SimpleNamespace(args=before, result=clone(result)))
+        return result
+
+    monkeypatch.setattr(ppo, name, function)
+    return calls
+
+
+def lively(monkeypatch):
+    """Have ppo start with policies far from uniform, so that a wrong input of theirs shows."""
+    real = ppo.make_model
+
+    def make_model(args):
+        model = real(args)
+        layer = model.head.logits if hasattr(model.head, "logits") else model.head.mean
+        layer.weight.data *= 100
+        return model
+
+    monkeypatch.setattr(ppo, "make_model", make_model)
+
+
+def parse(log_dir, *options):
+    """Return the arguments of a small run."""
+    return ppo.parse_args([*SMALL, "--log-dir", str(log_dir), *options])
+
+
+def train(log_dir, *options):
+    """Train in this process."""
+    return ppo.train(parse(log_dir, *options))
+
+
+def assert_same_parameters(run, other):
+    """Both runs have bitwise the same weights and statistics."""
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[name]), name
+
+
+def close(actual, expected, **tolerances):
+    """Assert that tensors or arrays have the same numbers, in float32's precision."""
+    actual, expected = (torch.as_tensor(x).detach().float() for x in (actual, expected))
+    torch.testing.assert_close(actual, expected, **({"rtol": 1e-4, "atol": 1e-5} | tolerances))
+
+
+# Running statistics -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_running_norm_is_numpys(shape):
+    """After batches of different sizes, mean and variance are NumPy's over all rows."""
+    rng, norm, rows = np.random.default_rng(0), ppo.RunningNorm(shape), []
+    for size in (5, 1, 37, 100, 2):
+        rows.append(rng.normal(size, 1 + size / 10, (size, *shape)))
+        norm.update(torch.tensor(rows[-1], dtype=torch.float32))
+        seen = np.concatenate(rows)
+        close(norm.mean, seen.mean(axis=0))
+        close(norm.var, seen.var(axis=0))
+        assert norm.count == len(seen)
+    x = torch.tensor(rows[2], dtype=torch.float32)
+    close(norm(x), (rows[2] - seen.mean(axis=0)) / seen.std(axis=0), atol=1e-4)
+
+
+def test_running_norm_cut():
+    """Nothing is beyond `cut`; a column without variance stays finite; the model cuts at ±10."""
+    norm = ppo.RunningNorm((2,), cut=2)
+    norm.update(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))  # mean 2 and 5, deviation 1 and 0
+    close(norm(torch.tensor([[3.5, 5.0], [9.0, 5.0], [-9.0, 5.0]])), [[1.5, 0], [2, 0], [-2, 0]])
+    assert ppo.RunningNorm()(torch.tensor(1e6)) == 1e6
+    for model in (
+        ppo.Model(2, DISCRETE, [8], norm_obs=True),
+        ppo.RecurrentModel(2, DISCRETE, "gru", 8, hidden=[8], norm_obs=True),
+    ):
+        assert model.obs_norm(torch.tensor([[99.0, -99.0]])).tolist() == [[10, -10]]
+
+
+@pytest.mark.parametrize("rnn", [[], ["--rnn", "gru"]])
+def test_norm_obs(monkeypatch, tmp_path, rnn):
+    """The policy sees observations normalised by all those of the iterations before."""
+    lively(monkeypatch)
+    seen, acted, make_model, act = {}, [], ppo.make_model, ppo.Model.act
+
+    def hooked_model(args):
+        model = make_model(args)
+        layer = model.memory if rnn else model.actor
+        layer.register_forward_pre_hook(lambda _, x: seen.update(x=x[0].clone().view(-1, 3)))
+        model.head.register_forward_hook(lambda _, x, logp: seen.update(logp=logp.clone()))
+        return model
+
+    def hooked_act(*args):
+        act(*args)
+        acted.append((seen["x"], seen["logp"]))
+
+    monkeypatch.setattr(ppo, "make_model", hooked_model)
+    monkeypatch.setattr(ppo.Model, "act", hooked_act)
+    rollouts, losses = spy(monkeypatch, "rollout"), spy(monkeypatch, "losses")
+    run = train(tmp_path, "--norm-obs", *rnn)
+    obs = [rollout.result[0]["obs"].numpy() for rollout in rollouts]  # (T, N, D) per iteration
+    for i, (rollout, _) in enumerate(call.result for call in rollouts):
+        x, logp = (torch.stack(tensors) for tensors in zip(*acted[i * T : (i + 1) * T]))
+        before = np.concatenate(obs[:i] or [[-1.0, 1.0]]).reshape(-1, 3 if i else 1)
+        close(x, ((obs[i] - before.mean(axis=0)) / before.std(axis=0)).clip(-10, 10), atol=1e-4)
+        close(rollout["logprobs"], logp.gather(-1, rollout["actions"][..., None])[..., 0])
+    everything = np.concatenate(obs).reshape(-1, 3)
+    close(run.model.obs_norm.mean, everything.mean(axis=0))
+    close(run.model.obs_norm.var, everything.var(axis=0))
+    assert run.model.obs_norm.count == len(everything) == 3 * T * N
+    # The statistics change after the update: in its first minibatch the ratio is still 1.
+    assert len(losses) == 3 * 2 * 2
+    for first, last in zip(losses[::4], losses[3::4]):
+        assert first.result[3].abs().max() < 1e-4 < last.result[3].abs().max()
+
+
+def reward_norm_literal(rollouts, gamma):
+    """Return the rewards of [(rewards, ended), ...] as --norm-reward has them, by loops."""
+    games = range(rollouts[0][0].shape[1])
+    sums, running, scaled = [], [0.0] * len(games), []
+    for rewards, ended in rollouts:
+        for n in games:
+            for t in range(len(rewards)):
+                running[n] = float(rewards[t, n]) + gamma * running[n]
+                sums.append(running[n])
+                if ended[t, n]:
+                    running[n] = 0.0
+        scaled.append(np.clip(rewards / np.std(sums), -10, 10))
+    return scaled
+
+
+def test_reward_norm_literal():
+    """Rewards are divided by the deviation of all discounted sums, which begin anew at ends."""
+    rng, norm = np.random.default_rng(0), ppo.RewardNorm(0.9)
+    rollouts = [(rng.normal(3, 2, (20, 3)), rng.random((20, 3)) < 0.2) for _ in range(3)]
+    rollouts[1][0][5, 1] = 1e4
+    for (rewards, ended), expected in zip(rollouts, reward_norm_literal(rollouts, 0.9)):
+        close(norm(torch.tensor(rewards, dtype=torch.float32), torch.tensor(ended)), expected)
+    assert norm.count == 3 * 60
+
+
+def test_rewards_are_cut():
+    """A reward beyond ten deviations counts as ten."""
+    norm = ppo.RewardNorm(0.0)
+    norm.update(torch.tensor([-1.0, 1.0]).repeat(10_000))
+    ended = torch.zeros(3, 1, dtype=torch.bool)
+    close(norm(torch.tensor([[50.0], [-50.0], [0.5]]), ended), [[10], [-10], [0.5]], rtol=0.2)
+    assert norm(torch.tensor([[70.0]]), ended[:1]).item() == 10
+
+
+def test_norm_reward(monkeypatch, tmp_path):
+    """GAE gets the scaled rewards, progress.csv the raw returns; statistics go on over updates."""
+    rollouts, batches = spy(monkeypatch, "rollout"), spy(monkeypatch, "make_batch")
+    options = "--env envs:Scripted-v0 --gamma 0.9".split()
+    run, plain = train(tmp_path, "--norm-reward", *options), train(tmp_path, *options)
+    raw = []
+    for call in rollouts[:3]:
+        buffer = {name: rows.numpy() for name, rows in call.result[0].items()}
+        raw.append((buffer["rewards"], buffer["terminated"] | buffer["truncated"]))
+    assert raw[0][0].max() > 30  # 10 · episode + step
+    for call, expected in zip(batches, reward_norm_literal(raw, 0.9)):
+        close(call.args[0]["rewards"], expected)
+    returns = [row["episodic_return"] for row in run.history]
+    assert returns == [row["episodic_return"] for row in plain.history]
+    episodes = rollouts[0].result[1]
+    assert returns[0] == pytest.approx(np.mean([pair[0] for pair in episodes]))
+    assert run.model.reward_norm.count == 3 * T * N
+
+
+NORMS = ("--norm-obs", "--norm-reward", "--norm-value")
+
+
+@pytest.fixture(scope="module")
+def normalised_run(tmp_path_factory):
+    """A run with all running statistics."""
+    return train(tmp_path_factory.mktemp("norms"), *NORMS, "--eval-every", "3")
+
+
+def statistics(state):
+    """Return the running statistics in a state_dict."""
+    return {name: state[name] for name in state if "norm." in name}
+
+
+def test_statistics_are_in_the_checkpoint(normalised_run):
+    """checkpoint.pt has mean, variance and count of all three."""
+    kept = statistics(ppo.load_checkpoint(normalised_run.run_dir)["model"])
+    for norm in ("obs_norm", "reward_norm", "value_norm"):
+        assert kept[f"{norm}.count"] == 3 * T * N and (kept[f"{norm}.var"] != 1).all()
+        assert torch.equal(kept[f"{norm}.mean"], getattr(normalised_run.model, norm).mean)
+        assert torch.equal(kept[f"{norm}.var"], getattr(normalised_run.model, norm).var)
+
+
+def test_statistics_are_loaded_and_frozen_in_evaluation(normalised_run, monkeypatch):
+    """--eval plays with the run's statistics, and leaves them as they are."""
+    calls = spy(monkeypatch, "evaluate")
+    models, real = [], ppo.make_model
+    monkeypatch.setattr(ppo, "make_model", lambda args: models.append(real(args)) or models[-1])
+    returns = ppo.evaluate_run(ppo.parse_args(["--eval", str(normalised_run.run_dir)]))
+    assert returns.mean() == normalised_run.history[-1]["eval_return"]
+    expected = statistics(normalised_run.model.state_dict())
+    assert len(expected) == 9
+    for model in (calls[0].args[0], models[-1]):  # before and after
+        for name, value in statistics(model.state_dict()).items():
+            assert torch.equal(value, expected[name]), name
+
+
+def test_statistics_go_on_in_a_resumed_run(normalised_run, tmp_path):
+    """--resume takes further rows into the statistics of the checkpoint."""
+    run_dir = shutil.copytree(normalised_run.run_dir, tmp_path / "copy")
+    run = ppo.train(ppo.parse_args(f"--resume {run_dir} --num-iterations 4 --quiet".split()))
+    for norm in (run.model.obs_norm, run.model.reward_norm, run.model.value_norm):
+        assert norm.count == 4 * T * N
+
+
+def test_other_statistics_than_the_runs_are_refused(normalised_run, capsys):
+    """--eval with normalisations that the run did not have is an error of one line."""
+    with pytest.raises(SystemExit) as error:
+        ppo.parse_args(["--eval", str(normalised_run.run_dir), "--no-norm-obs"])
+    assert error.value.code == 2
+    assert re.fullmatch(r"ppo.py: error: argument --eval: .*\n", capsys.readouterr().err)
+
+
+# Normalised values --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_popart_keeps_the_values(shared):
+    """V(s) = μ + σ V_normalised(s) stays the same when μ and σ change."""
+    model = ppo.Model(3, DISCRETE, [8], shared, norm_value=True)
+    obs, generator = torch.randn(20, 3), torch.Generator().manual_seed(0)
+
+    def values():
+        return model.value_norm.mean + (model.value_norm.var + 1e-8).sqrt() * model(obs)[1]
+
+    before, pi, rows = values(), model(obs)[0], []
+    for mean, std in ((100.0, 7.0), (-3.0, 0.1), (0.0, 50.0)):
+        rows.append(mean + std * torch.randn(30, generator=generator))
+        statistics = clone(model.value_norm)
+        model.update_value_norm(rows[-1])
+        assert model.value_norm.mean != statistics.mean and model.value_norm.var != statistics.var
+        close(values(), before, atol=1e-4)
+        close(model.value_norm.mean, torch.cat(rows).mean())
+        close(model.value_norm.var, torch.cat(rows).var(correction=0))
+    assert torch.equal(model(obs)[0], pi)
+
+
+@pytest.mark.parametrize("rnn", [[], ["--rnn", "gru"]])
+def test_norm_value(monkeypatch, tmp_path, rnn):
+    """Values have the scale of the rewards in GAE, and are normalised in the loss."""
+    names = ("rollout", "make_batch", "update", "losses")
+    rollouts, batches, updates, losses = (spy(monkeypatch, name) for name in names)
+    run = train(tmp_path, "--norm-value", *rnn)
+    returns = []
+    for i, (rollout, made, updated) in enumerate(zip(rollouts, batches, updates)):
+        model, buffer = rollout.args[0], rollout.result[0]
+        mean, std = model.value_norm.mean, (model.value_norm.var + 1e-8).sqrt()
+        assert i == 0 or (mean > 2 and std > 1)  # rewards of about 6
+        with torch.no_grad():
+            values = model(*(buffer[name] for name in model.inputs))[1]
+            close(buffer["values"], mean + std * values)
+            if not rnn:
+                close(buffer["next_values"], mean + std * model(buffer["final_obs"])[1])
+        going_on = ~(buffer["terminated"] | buffer["truncated"])[:-1]
+        close(buffer["next_values"][:-1][going_on], buffer["values"][1:][going_on])
+        assert torch.equal(made.args[0]["values"], buffer["values"])
+        returns.append(made.result["returns"].flatten())
+        mean, std = torch.cat(returns).mean(), torch.cat(returns).std(correction=0)
+        model, _, batch, *_ = updated.args
+        close(model.value_norm.mean, mean)
+        for name in ("returns", "values"):
+            close(batch[name], (made.result[name] - mean) / std)
+        # The values that clipping compares with are those of the model after PopArt.
+        close(batch["values"], model(*(batch[name] for name in model.inputs))[1])
+        assert torch.equal(batch["advantages"], made.result["advantages"])
+    first = updates[0].args[2]["returns"]
+    close(first.mean(), 0.0)
+    close(first.std(correction=0), 1.0)
+    rows = torch.cat([call.args[1]["returns"].flatten() for call in losses[:2]])
+    close(rows.sort()[0], first.flatten().sort()[0])
+    assert run.history[0]["value_loss"] < 2
+
+
+# Advantages ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rnn", [[], ["--rnn", "lstm"]])
+@pytest.mark.parametrize("where", ["minibatch", "batch", "off"])
+def test_norm_adv(monkeypatch, tmp_path, where, rnn):
+    """Advantages have mean 0 and deviation 1 in each minibatch, over the rollout, or neither."""
+    updates, losses = spy(monkeypatch, "update"), spy(monkeypatch, "losses")
+    train(tmp_path, "--norm-adv", where, "--num-iterations", "1", *rnn)
+    raw = updates[0].args[2]["advantages"].flatten()
+    minibatches = [call.args[1]["advantages"].flatten() for call in losses]
+    assert [len(mb) for mb in minibatches] == [T * N // 2] * 4
+    for epoch in (minibatches[:2], minibatches[2:]):
+        rows = torch.cat(epoch).sort()[0]
+        if where == "minibatch":
+            assert all(abs(mb.mean()) < 1e-5 and abs(mb.std() - 1) < 1e-4 for mb in epoch)
+            continue
+        assert all(abs(mb.mean()) > 1e-3 for mb in epoch)
+        expected = (raw - raw.mean()) / raw.std() if where == "batch" else raw
+        close(rows, expected.sort()[0])
+
+
+def buffers_and_advantages(monkeypatch, log_dir, *options):
+    """Return [(buffer of a rollout, its advantages (T, N)), ...]."""
+    rollouts, updates = spy(monkeypatch, "rollout"), spy(monkeypatch, "update")
+    train(log_dir, *options)
+    columns = [call.args[2]["advantages"].view(T, N) for call in updates]
+    return [(call.result[0], column) for call, column in zip(rollouts, columns)]
+
+
+@pytest.mark.parametrize("bootstrap", [True, False])
+def test_time_limit_bootstrap(monkeypatch, tmp_path, bootstrap):
+    """V of a truncated episode's last state counts by default, not with the option off."""
+    options = ["--gae-lambda", "0", "--gamma", "0.9"]
+    options += [] if bootstrap else ["--no-time-limit-bootstrap"]
+    for buffer, advantages in buffers_and_advantages(monkeypatch, tmp_path, *options):
+        terminated, truncated = buffer["terminated"], buffer["truncated"]
+        assert truncated.any() and terminated.any() and not (terminated & truncated).any()
+        for t in range(T):
+            for n in range(N):
+                expected = buffer["rewards"][t, n] - buffer["values"][t, n]
+                if not terminated[t, n] and (bootstrap or not truncated[t, n]):
+                    expected += 0.9 * buffer["next_values"][t, n]
+                close(advantages[t, n], expected)
+
+
+def test_no_baseline(monkeypatch, tmp_path):
+    """Without baseline, an advantage is the discounted sum of rewards to the episode's end."""
+    options = "--no-baseline --gae-lambda 1 --gamma 0.9".split()
+    for buffer, advantages in buffers_and_advantages(monkeypatch, tmp_path, *options):
+        ended = buffer["terminated"] | buffer["truncated"]
+        assert buffer["values"].abs().max() > 0.01
+        for t in range(T):
+            for n in range(N):
+                expected, discount = 0.0, 1.0
+                for k in range(t, T):
+                    expected += discount * buffer["rewards"][k, n]
+                    discount *= 0.9
+                    if ended[k, n]:
+                        break
+                close(advantages[t, n], expected)
+
+
+# Learning rates -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rate, kl, expected",
+    [
+        (3e-4, 0.0201, 2e-4),  # above 2 · 0.01
+        (3e-4, 0.02, 3e-4),
+        (3e-4, 0.01, 3e-4),
+        (3e-4, 0.005, 3e-4),
+        (3e-4, 0.0049, 4.5e-4),  # below ½ · 0.01
+        (1.2e-6, 1.0, 1e-6),
+        (9e-3, 0.0, 1e-2),
+    ],
+)
+def test_adapt_learning_rate(rate, kl, expected):
+    """skrl's rule by hand values, with a target of 0.01, for all parameter groups."""
+    groups = [{"params": nn.Linear(1, 1).parameters(), "lr": lr} for lr in (rate, 1e-3)]
+    optimizer = torch.optim.SGD(groups)
+    ppo.adapt_learning_rate(optimizer, torch.tensor(kl), 0.01)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+    second = 1e-3 / 1.5 if kl > 0.02 else 1.5e-3 if kl < 0.005 else 1e-3
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(second)
+
+
+def test_adaptive_lr_looks_at_the_mean_kl_of_an_epoch(monkeypatch, tmp_path):
+    """After every epoch the rule gets the mean KL of the epoch's minibatches."""
+    losses, adapted = spy(monkeypatch, "losses"), spy(monkeypatch, "adapt_learning_rate")
+    train(tmp_path, "--adaptive-lr", "0.01", "--num-iterations", "2")
+    logratios = [call.result[3] for call in losses]
+    kls = [float((logratio.exp() - 1 - logratio).mean()) for logratio in logratios]
+    expected = [np.mean(kls[i : i + 2]) for i in range(0, 8, 2)]
+    assert [float(call.args[1]) for call in adapted] == pytest.approx(expected, rel=1e-3, abs=1e-7)
+    assert [call.args[2] for call in adapted] == [0.01] * 4 and expected[1] > 0
+
+
+def test_adaptive_lr_beside_target_kl(tmp_path):
+    """An update that the KL ends early lowers the learning rate all the same."""
+    options = "--learning-rate 1e-2 --adaptive-lr 1e-5 --target-kl 1e-4 --num-iterations 2".split()
+    rates = [row["learning_rate"] for row in train(tmp_path, *options).history]
+    assert rates[0] < 1e-2 and rates[1] < rates[0]
+
+
+def group_rates(monkeypatch):
+    """Have updates append the learning rates of their optimizer's groups to the returned list."""
+    rates, real = [], ppo.update
+
+    def update(model, optimizer, *rest):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        return real(model, optimizer, *rest)
+
+    monkeypatch.setattr(ppo, "update", update)
+    return rates
+
+
+def test_adaptive_lr_goes_on_over_iterations_and_in_a_resumed_run(monkeypatch, tmp_path):
+    """A KL that is never reached raises both rates by 1.5 per epoch, from where they are."""
+    rates = group_rates(monkeypatch)
+    options = "--adaptive-lr 1e3 --learning-rate 1e-5 --value-learning-rate 1e-4".split()
+    run = train(tmp_path, *options)
+    ppo.train(ppo.parse_args(f"--resume {run.run_dir} --num-iterations 4 --quiet".split()))
+    grown = [1, 1.5**2, 1.5**4, 1.5**6]  # two epochs an iteration
+    assert [pair[0] for pair in rates] == pytest.approx([1e-5 * factor for factor in grown])
+    assert [pair[1] for pair in rates] == pytest.approx([1e-4 * factor for factor in grown])
+    logged = [row["learning_rate"] for row in run.history]
+    assert logged == pytest.approx([1e-5 * factor for factor in grown[1:]])
+    rates.clear()
+    train(tmp_path, "--adaptive-lr", "1e-12", "--num-iterations", "2")
+    assert rates[1] == pytest.approx([1e-2 / 1.5**2] * 2)
+
+
+@pytest.mark.parametrize(
+    "options, factors",
+    [("", (1, 2 / 3, 1 / 3)), ("--no-anneal-lr", (1, 1, 1))],
+)
+@pytest.mark.parametrize("value_rate", [None, 3e-2])
+def test_linear_and_constant_rates(monkeypatch, tmp_path, options, factors, value_rate):
+    """Both groups' rates fall linearly or stay; the value function's may be one of its own."""
+    rates, options = group_rates(monkeypatch), options.split()
+    options += ["--value-learning-rate", str(value_rate)] if value_rate else []
+    train(tmp_path, *options)
+    expected = [[1e-2 * factor, (value_rate or 1e-2) * factor] for factor in factors]
+    np.testing.assert_allclose(rates, expected)
+
+
+@pytest.mark.parametrize("rnn", [[], ["--rnn", "lstm"]])
+@pytest.mark.parametrize("shared", [False, True])
+def test_parameter_groups(tmp_path, shared, rnn):
+    """The value group has critic and value layer, of a shared net only the latter."""
+    options = ["--shared-net"] if shared else []
+    args = parse(tmp_path, "--layer-norm", *options, *rnn)
+    model = ppo.make_model(args)
+    policy, value = ppo.make_optimizer(model, args).param_groups
+    critic = [] if shared else [*model.critic.parameters()]
+    expected = {id(parameter) for parameter in [*critic, *model.value.parameters()]}
+    assert {id(parameter) for parameter in value["params"]} == expected
+    ids = [id(parameter) for parameter in [*policy["params"], *value["params"]]]
+    assert sorted(ids) == sorted(id(parameter) for parameter in model.parameters())
+
+
+def test_value_learning_rate_is_that_of_the_value_function(tmp_path):
+    """With a vanishing rate the value function stays where it began, the policy moves."""
+    options = ["--value-learning-rate", "1e-20"]
+    model = train(tmp_path, *options).model
+    torch.manual_seed(1)  # --seed
+    start = ppo.make_model(parse(tmp_path, *options))
+    for name in ("critic", "value", "actor", "head"):
+        pairs = zip(getattr(start, name).parameters(), getattr(model, name).parameters())
+        for old, new in pairs:
+            moved = (old - new).abs().max()
+            assert moved < 1e-15 if name in ("critic", "value") else moved > 1e-3
+
+
+# KL penalty ---------------------------------------------------------------------------------------
+
+OLD = torch.tensor([0.5, 0.25, 0.25])  # π_old
+ENUMERATED = torch.tensor([0, 0, 1, 2])  # actions with these frequencies
+
+
+def exact_kl(logp):
+    """KL(π_old, π) = Σ π_old (log π_old − log π)."""
+    return (OLD * (OLD.log() - logp)).sum()
+
+
+def test_approx_kl_is_the_exact_kl_on_average():
+    """Over all actions, in π_old's frequencies, the mean and its gradient are the exact KL's."""
+    logits = torch.tensor([0.3, -1.0, 0.8], requires_grad=True)
+    logp = logits.log_softmax(dim=0)
+    kl, _ = ppo.policy_change(logp[ENUMERATED] - OLD.log()[ENUMERATED], 0.2)
+    close(kl, exact_kl(logp))
+    assert kl > 0.1
+    gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (kl, exact_kl(logp))]
+    close(*gradients)
+    close(gradients[0], logp.exp() - OLD)  # what calculus says of a softmax
+
+
+def update_args(**changes):
+    """Return the arguments of `update`."""
+    args = {"update_epochs": 1, "num_minibatches": 1, "norm_adv": "off", "clip_coef": 0.2}
+    args |= {"clip_vloss": False, "vf_coef": 0.5, "ent_coef": 0.01, "max_grad_norm": 1e9}
+    return SimpleNamespace(
+        **(args | {"target_kl": None, "kl_coef": 0.0, "adaptive_lr": None} | changes)
+    )
+
+
+def kl_batch(model):
+    """Return rows that are one state with all actions, in the frequencies of π_old."""
+    obs = torch.ones(4, 3)
+    batch = {"obs": obs, "actions": ENUMERATED, "logprobs": OLD.log()[ENUMERATED]}
+    batch["values"] = model(obs)[1].detach()
+    return batch | {"advantages": torch.tensor([1.0, -2.0, 3.0, 0.5]), "returns": torch.ones(4)}
+
+
+def test_kl_coef_adds_the_kl_to_the_loss():
+    """One SGD step with rate 1: β moves the parameters by −β ∇KL(π_old, π) more."""
+    torch.manual_seed(0)
+    start, changes, beta = ppo.Model(3, DISCRETE, [8]), [], 0.7
+    for kl_coef in (0.0, beta):
+        model, generator = clone(start), torch.Generator()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ppo.update(model, optimizer, kl_batch(model), update_args(kl_coef=kl_coef), generator)
+        before = nn.utils.parameters_to_vector(start.parameters())
+        changes.append(nn.utils.parameters_to_vector(model.parameters()) - before)
+    kl = exact_kl(start(torch.ones(1, 3))[0][0])
+    gradients = torch.autograd.grad(kl, [*start.parameters()], allow_unused=True)
+    pairs = zip(gradients, start.parameters())
+    gradient = torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
+    assert gradient.norm() > 0.1
+    close(changes[1] - changes[0], -beta * gradient)
+
+
+def test_kl_coef_holds_the_policy():
+    """The larger β, the nearer the policy stays to π_old over an update of many steps."""
+    distances = []
+    for kl_coef in (0.0, 1.0, 100.0):
+        torch.manual_seed(0)
+        model = ppo.Model(3, DISCRETE, [8])
+        model.head.logits.bias.data = OLD.log()
+        model.head.logits.weight.data.zero_()
+        args = update_args(kl_coef=kl_coef, update_epochs=50, clip_coef=10.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        ppo.update(model, optimizer, kl_batch(model), args, torch.Generator())
+        distances.append(exact_kl(model(torch.ones(1, 3))[0][0]).item())
+    assert distances[0] > 1.5 * distances[1] > 100 * distances[2] > 0, distances
+
+
+def test_kl_coef_reaches_the_run(tmp_path):
+    """--kl-coef on the command line lowers the logged KL."""
+    options = "--num-iterations 1 --update-epochs 10".split()
+    runs = [train(tmp_path, "--kl-coef", coef, *options) for coef in ("0", "10")]
+    free, held = (run.history[0]["approx_kl"] for run in runs)
+    assert 0 < held < free / 2
+
+
+# Networks -----------------------------------------------------------------------------------------
+
+FUNCTIONS = {
+    "tanh": np.tanh,
+    "relu": lambda x: np.maximum(x, 0),
+    "elu": lambda x: np.where(x > 0, x, np.exp(x) - 1),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+}
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_hidden_layers(tmp_path, activation, layer_norm):
+    """Linear, LayerNorm, activation, for each width: by NumPy, from the command line."""
+    options = ["--activation", activation, "--hidden", "16", "6"]
+    options += ["--layer-norm"] if layer_norm else []
+    model = ppo.make_model(parse(tmp_path, *options))
+    obs = np.random.default_rng(0).normal(size=(5, 3))
+    assert model.critic is not model.actor
+    for net, last in ((model.actor, model.head.logits), (model.critic, model.value)):
+        x, linear = obs, [layer for layer in net if isinstance(layer, nn.Linear)]
+        assert [layer.out_features for layer in linear] == [16, 6]
+        for layer in (*linear, last):
+            x = x @ layer.weight.detach().numpy().T.astype(float)
+            if layer is last:
+                break
+            if layer_norm:
+                x = (x - x.mean(axis=1, keepdims=True)) / np.sqrt(
+                    x.var(axis=1, keepdims=True) + 1e-5
+                )
+            x = FUNCTIONS[activation](x)
+        actual = model(torch.tensor(obs, dtype=torch.float32))[
+            0 if last is model.head.logits else 1
+        ]
+        if last is model.value:
+            close(actual, x[:, 0])
+        else:
+            close(actual, x - np.log(np.exp(x).sum(axis=1, keepdims=True)))
+
+
+def is_orthogonal(W, gain):
+    """Assert that the shorter side's vectors are orthogonal, of length `gain`."""
+    W = W.detach()
+    product = W @ W.T if W.shape[0] <= W.shape[1] else W.T @ W
+    close(product, gain**2 * torch.eye(len(product)))
+
+
+@pytest.mark.parametrize("options", ["", "--layer-norm --activation relu", "--shared-net"])
+@pytest.mark.parametrize("rnn", ["", "--rnn gru --rnn-size 5", "--rnn lstm --rnn-size 5"])
+def test_initialisation(tmp_path, options, rnn):
+    """Orthogonal weights of gain √2, 0.01 (policy) and 1 (value, memory); zero biases."""
+    model = ppo.make_model(parse(tmp_path, *options.split(), *rnn.split()))
+    gains, linear = {model.head.logits: 0.01, model.value: 1.0}, []
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            linear.append(layer)
+            is_orthogonal(layer.weight, gains.get(layer, 2**0.5))
+            assert (layer.bias == 0).all()
+    shared = "--shared-net" in options
+    assert len(linear) == 2 + (2 if shared else 4) and (model.critic is model.actor) == shared
+    if rnn:
+        for name, parameter in model.memory.named_parameters():
+            if "bias" in name:
+                assert (parameter == 0).all()
+            else:
+                is_orthogonal(parameter, 1.0)
+
+
+# The rungs from policy gradient to PPO ------------------------------------------------------------
+
+
+def sgd_step(monkeypatch, log_dir, *options):
+    """Train for one SGD step of rate 1 on a whole rollout.
+
+    Returns the rollout's buffer, the model before the step and the change of its parameters.
+    """
+    lively(monkeypatch)
+    real = ppo.make_optimizer
+
+    def make_sgd(model, args):
+        return torch.optim.SGD([{"params": g["params"]} for g in real(model, args).param_groups], 1)
+
+    monkeypatch.setattr(ppo, "make_optimizer", make_sgd)
+    rollouts = spy(monkeypatch, "rollout")
+    one = "--num-iterations 1 --update-epochs 1 --num-minibatches 1 --norm-adv off".split()
+    one += "--learning-rate 1 --max-grad-norm 1e9 --gamma 0.9".split()
+    after = train(log_dir, *one, *options).model
+    (call,) = rollouts
+    before, buffer = call.args[0], call.result[0]
+    changes = {}
+    for (name, new), old in zip(after.named_parameters(), before.parameters()):
+        changes[name] = (new - old).detach()
+    return buffer, before, changes
+
+
+def textbook(model, features, actions):
+    """Return log π(a|s), V(s) and H(π(·|s)) by torch.distributions."""
+    h = model.actor(features)
+    values = model.value(model.critic(features)).squeeze(-1)
+    if hasattr(model.head, "logits"):
+        pi = torch.distributions.Categorical(logits=model.head.logits(h))
+        return pi.log_prob(actions), values, pi.entropy()
+    pi = torch.distributions.Normal(model.head.mean(h), model.head.log_std.exp())
+    return pi.log_prob(actions).sum(dim=-1), values, pi.entropy().sum(dim=-1)
+
+
+def assert_steps(model, changes, loss):
+    """Every parameter changed by minus the gradient of the loss."""
+    names, parameters = zip(*model.named_parameters())
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    for name, parameter, gradient in zip(names, parameters, gradients):
+        gradient = torch.zeros_like(parameter) if gradient is None else gradient
+        close(changes[name], -gradient, rtol=1e-3, atol=2e-5)
+    assert max(change.abs().max() for change in changes.values()) > 0.1
+
+
+VARIANTS = {
+    "discrete": "",
+    "box": "--env envs_tricks:NoiseBox-v0 --init-log-std -0.5",
+    "shared": "--shared-net",
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_actor_critic_gradient(monkeypatch, tmp_path, variant):
+    """λ = 0, one step: −E[∇log π (r + γ V(s′)(1 − terminated) − V(s))] and the value's gradient."""
+    options = "--gae-lambda 0 --vf-coef 0.7 --ent-coef 0.05".split() + VARIANTS[variant].split()
+    buffer, model, changes = sgd_step(monkeypatch, tmp_path, *options)
+    logp, values, entropy = textbook(model, buffer["obs"], buffer["actions"])
+    next_values = textbook(model, buffer["final_obs"], buffer["actions"])[1]
+    target = buffer["rewards"] + 0.9 * next_values * (1 - buffer["terminated"].float())
+    target = target.detach()
+    policy_loss = -(logp * (target - values.detach())).mean()
+    value_loss = 0.5 * (values - target).square().mean()
+    assert_steps(model, changes, policy_loss + 0.7 * value_loss - 0.05 * entropy.mean())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_vanilla_policy_gradient(monkeypatch, tmp_path, variant):
+    """Without baseline, λ = 1: −E[∇log π Σ γ^k r_{t+k}]; the value function does not move."""
+    options = "--no-baseline --gae-lambda 1 --vf-coef 0 --ent-coef 0".split()
+    options += VARIANTS[variant].split()
+    buffer, model, changes = sgd_step(monkeypatch, tmp_path, *options)
+    logp, *_ = textbook(model, buffer["obs"], buffer["actions"])
+    ended, sums = buffer["terminated"] | buffer["truncated"], torch.zeros(T, N)
+    for t in range(T):
+        for n in range(N):
+            end = next((k for k in range(t, T) if ended[k, n]), T - 1)
+            sums[t, n] = sum(0.9 ** (k - t) * buffer["rewards"][k, n] for k in range(t, end + 1))
+    assert_steps(model, changes, -(logp * sums).mean())
+    assert all((changes[name] == 0).all() for name in ("value.weight", "value.bias"))
+
+
+def n_step_targets(buffer, next_values, num_steps):
+    """Return r_t + γ r_{t+1} + … + γ^n V: to the end of the episode or of the rollout."""
+    targets = torch.zeros(num_steps, N)
+    for t in range(num_steps):
+        for n in range(N):
+            for k in range(t, num_steps):
+                targets[t, n] += 0.9 ** (k - t) * buffer["rewards"][k, n]
+                ended = buffer["terminated"][k, n] or buffer["truncated"][k, n]
+                if (ended or k == num_steps - 1) and not buffer["terminated"][k, n]:
+                    targets[t, n] += 0.9 ** (k - t + 1) * next_values[k, n]
+                if ended:
+                    break
+    return targets
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_n_step_actor_critic_gradient(monkeypatch, tmp_path, variant):
+    """λ = 1 with five steps: advantages are Σ γ^k r_{t+k} + γ^n V(s_{t+n}) − V(s_t)."""
+    options = "--num-steps 5 --gae-lambda 1 --vf-coef 0.7 --ent-coef 0.05".split()
+    buffer, model, changes = sgd_step(monkeypatch, tmp_path, *options, *VARIANTS[variant].split())
+    logp, values, entropy = textbook(model, buffer["obs"], buffer["actions"])
+    next_values = textbook(model, buffer["final_obs"], buffer["actions"])[1].detach()
+    assert (buffer["terminated"] | buffer["truncated"]).any()
+    targets = n_step_targets(buffer, next_values, 5)
+    policy_loss = -(logp * (targets - values.detach())).mean()
+    value_loss = 0.5 * (values - targets).square().mean()
+    assert_steps(model, changes, policy_loss + 0.7 * value_loss - 0.05 * entropy.mean())
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+RNNS = ("gru", "lstm")
+
+
+def stepwise(model, buffers):
+    """Return (logprobs, values, next_values, entropies) of rollouts by a loop over single steps.
+
+    The memory is a GRUCell or LSTMCell with the model's own parameters; (T, N) over all rollouts.
+    """
+    lstm = isinstance(model.memory, nn.LSTM)
+    cell = (nn.LSTMCell if lstm else nn.GRUCell)(3, model.memory.hidden_size)
+    for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+        setattr(cell, name, getattr(model.memory, f"{name}_l0"))
+    rows = {name: torch.cat([b[name] for b in buffers]) for name in buffers[0]}
+    results = []
+    for n in range(N):
+        state = None
+        for t in range(len(rows["obs"])):
+            state = cell(rows["obs"][t, n].unsqueeze(0), state)
+            h = (state[0] if lstm else state)[0]
+            logp, value, entropy = textbook(model, h, rows["actions"][t, n])
+            following = cell(rows["final_obs"][t, n].unsqueeze(0), state)
+            following = (following[0] if lstm else following)[0]
+            next_value = textbook(model, following, rows["actions"][t, n])[1]
+            results.append(torch.stack([logp, value, next_value, entropy]))
+            if rows["terminated"][t, n] or rows["truncated"][t, n]:
+                state = None
+    return torch.stack(results).view(N, -1, 4).permute(2, 1, 0)
+
+
+@pytest.mark.parametrize("options", ["", "--shared-net", "--env envs_tricks:NoiseBox-v0"])
+@pytest.mark.parametrize("rnn", RNNS)
+def test_memory_over_rollouts(monkeypatch, tmp_path, rnn, options):
+    """Log-probabilities and values are those of single steps, with a new memory per episode."""
+    lively(monkeypatch)
+    rollouts = spy(monkeypatch, "rollout")
+    rates = "--learning-rate 1e-30 --num-iterations 2".split()  # the policy stays what it is
+    train(tmp_path, "--rnn", rnn, "--rnn-size", "8", *rates, *options.split())
+    model, buffers = rollouts[0].args[0], [call.result[0] for call in rollouts]
+    assert all(b["terminated"][:-1].any() and b["truncated"][:-1].any() for b in buffers)
+    with torch.no_grad():
+        logprobs, values, next_values, _ = stepwise(model, buffers)
+    for name, expected in (
+        ("logprobs", logprobs),
+        ("values", values),
+        ("next_values", next_values),
+    ):
+        close(torch.cat([b[name] for b in buffers]), expected)
+    # The memory goes on from rollout to rollout, and is not always new there.
+    first, second = buffers
+    assert first["state"].shape == (T, N, 16 if rnn == "lstm" else 8)
+    assert torch.equal(second["state"][0], first["next_state"][-1])
+    assert torch.equal(first["state"][1:], first["next_state"][:-1])
+    assert not second["starts"][0].all() and (second["state"][0] != 0).all()
+    ended = first["terminated"] | first["truncated"]
+    assert torch.equal(first["starts"][1:], ended[:-1]) and first["starts"][0].all()
+    assert torch.equal(second["starts"][0], ended[-1])
+
+
+@pytest.mark.parametrize("rnn", RNNS)
+def test_memory_is_reset_at_starts(rnn):
+    """An episode's memory depends on its own observations only, from its first to its last."""
+    torch.manual_seed(0)
+    model = ppo.RecurrentModel(3, DISCRETE, rnn, 4, hidden=[8])
+    size = 8 if rnn == "lstm" else 4
+    obs, other = torch.randn(2, 6, 2, 3)
+    other[3:, 0] = obs[3:, 0]  # the second episode of sequence 0 begins at step 3
+    starts = torch.zeros(6, 2, dtype=torch.bool)
+    starts[3, 0] = True
+    (h, state), (h_other, state_other) = (
+        model.remember(x, starts, torch.randn(2, size)) for x in (obs, other)
+    )
+    assert torch.equal(h[3:, 0], h_other[3:, 0]) and torch.equal(state[0], state_other[0])
+    assert (h[:3] != h_other[:3]).all() and (h[:, 1] != h_other[:, 1]).all()
+    alone, _ = model.remember(obs[3:, :1], starts[3:, :1], torch.randn(1, size))
+    close(alone[:, 0], h[3:, 0])
+    starts[0] = True  # then the state before does not count at all
+    memories = [model.remember(obs, starts, torch.randn(2, size))[0] for _ in range(2)]
+    assert torch.equal(*memories)
+
+
+@pytest.mark.parametrize("rnn", RNNS)
+def test_gradients_flow_through_time(rnn):
+    """A value's gradient reaches the first observation of its episode, and none before."""
+    torch.manual_seed(0)
+    model = ppo.RecurrentModel(3, DISCRETE, rnn, 4, hidden=[8])
+    obs, starts = torch.randn(6, 1, 3, requires_grad=True), torch.zeros(6, 1, dtype=torch.bool)
+    starts[0] = starts[2] = True
+    state = torch.zeros(6, 1, 8 if rnn == "lstm" else 4)
+    _, values = model(obs, starts, state)
+    (gradient,) = torch.autograd.grad(values[-1].sum(), obs)
+    assert (gradient[2:] != 0).all() and (gradient[:2] == 0).all()
+
+
+@pytest.mark.parametrize("rnn", RNNS)
+def test_recurrent_actor_critic_gradient(monkeypatch, tmp_path, rnn):
+    """The step of an actor-critic is that of a loop of single steps, also through the memory."""
+    options = "--num-steps 5 --gae-lambda 1 --vf-coef 0.7 --ent-coef 0.05".split()
+    rnn_options = ["--rnn", rnn, "--rnn-size", "8"]
+    buffer, model, changes = sgd_step(monkeypatch, tmp_path, *options, *rnn_options)
+    logp, values, next_values, entropy = stepwise(model, [buffer])
+    targets = n_step_targets(buffer, next_values.detach(), 5)
+    policy_loss = -(logp * (targets - values.detach())).mean()
+    value_loss = 0.5 * (values - targets).square().mean()
+    assert_steps(model, changes, policy_loss + 0.7 * value_loss - 0.05 * entropy.mean())
+    assert changes["memory.weight_hh_l0"].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("rnn", RNNS)
+def test_recurrent_minibatches(monkeypatch, tmp_path, rnn):
+    """A minibatch has whole sequences, every game once an epoch; the first has ratio 1."""
+    lively(monkeypatch)
+    updates, losses = spy(monkeypatch, "update"), spy(monkeypatch, "losses")
+    train(tmp_path, "--rnn", rnn, "--rnn-size", "8", "--norm-adv", "off", "--num-iterations", "2")
+    for i in range(2):
+        batch, orders = updates[i].args[2], []
+        calls = losses[4 * i : 4 * i + 4]
+        games = {tuple(batch["returns"][:, n].tolist()): n for n in range(N)}
+        for call in calls:
+            mb, order = call.args[1], []
+            for m in range(2):
+                n = games[tuple(mb["returns"][:, m].tolist())]
+                order.append(n)
+                for name, rows in batch.items():
+                    assert mb[name].shape == (T, 2, *rows.shape[2:])
+                    assert torch.equal(mb[name][:, m], rows[:, n]), name
+            orders.append(order)
+        assert sorted(orders[0] + orders[1]) == sorted(orders[2] + orders[3]) == [0, 1, 2, 3]
+        assert {"obs", "starts", "state", "actions", "logprobs"} <= batch.keys()
+        assert calls[0].result[3].abs().max() < 1e-5 < 1e-3 < calls[3].result[3].abs().max()
+
+
+@pytest.fixture(scope="module")
+def recurrent_run(tmp_path_factory):
+    """A run with a memory, without evaluations."""
+    return train(tmp_path_factory.mktemp("rnn"), "--rnn", "lstm", "--rnn-size", "8")
+
+
+@pytest.mark.parametrize(
+    "options", [["--eval-every", "1"], ["--num-workers", "2"], ["--num-workers", "3"]]
+)
+def test_recurrent_run_is_reproducible(recurrent_run, tmp_path, options):
+    """Evaluations have a memory of their own; any number of workers gives the same parameters."""
+    other = train(tmp_path, "--rnn", "lstm", "--rnn-size", "8", *options)
+    assert_same_parameters(recurrent_run, other)
+
+
+def test_recurrent_evaluations_repeat(recurrent_run):
+    """What a pool's memory holds from one evaluation does not count in the next."""
+    args = ppo.parse_args(["--eval", str(recurrent_run.run_dir)])
+    with ppo.closing(ppo.make_eval_pool(args)) as pool:
+        first = ppo.evaluate(recurrent_run.model, pool, pool.arrays)
+        pool.arrays["next_state"][:] = 5.0
+        second = ppo.evaluate(recurrent_run.model, pool, pool.arrays)
+    assert first.tolist() == second.tolist()
+
+
+def test_recurrent_run_needs_games_for_all_minibatches(capsys, tmp_path):
+    """--num-minibatches has to divide the number of games: else exit code 2, one line."""
+    with pytest.raises(SystemExit) as error:
+        parse(tmp_path, "--rnn", "gru", "--num-minibatches", "8")
+    assert error.value.code == 2
+    pattern = r"ppo.py: error: argument --num-minibatches: 8 does not divide .*\n"
+    assert re.fullmatch(pattern, capsys.readouterr().err)
+    parse(tmp_path, "--num-minibatches", "8")
+
+
+def test_recurrent_resume(recurrent_run, tmp_path):
+    """--resume goes on from the checkpoint, with the run's memory."""
+    run_dir = shutil.copytree(recurrent_run.run_dir, tmp_path / "copy")
+    same = ppo.train(ppo.parse_args(["--resume", str(run_dir), "--quiet"]))
+    assert_same_parameters(recurrent_run, same)
+    run = ppo.train(ppo.parse_args(f"--resume {run_dir} --num-iterations 4 --quiet".split()))
+    assert [row["iteration"] for row in run.history] == [4]
+    with (run_dir / "progress.csv").open() as file:
+        assert [row["iteration"] for row in csv.DictReader(file)] == ["1", "2", "3", "4"]
+    assert json.loads((run_dir / "config.json").read_text())["options"]["rnn"] == "lstm"
+
+
+def play_literal(model, env, seed):
+    """Return the return of an episode by the policy's mode, memory carried by hand."""
+    obs, _ = env.reset(seed=seed)
+    state, total, ended = None, 0.0, False
+    while not ended:
+        x = torch.tensor(obs, dtype=torch.float32).view(1, 1, -1)
+        h, state = model.memory(x, state)
+        action = int(model.head.logits(model.actor(h[0, 0])).argmax())
+        obs, reward, terminated, truncated, _ = env.step(action)
+        total, ended = total + reward, terminated or truncated
+    return total
+
+
+@pytest.mark.parametrize("rnn", RNNS)
+def test_recurrent_eval_and_video(monkeypatch, tmp_path, rnn):
+    """--eval plays the checkpoint's policy with its memory; --video films it."""
+    cv2 = pytest.importorskip("cv2")
+    lively(monkeypatch)
+    run = train(tmp_path, "--env", "CartPole-v1", "--rnn", rnn, "--rnn-size", "8")
+    options = ["--eval", str(run.run_dir), "--eval-episodes", "2", "--video"]
+    returns = ppo.evaluate_run(ppo.parse_args(options))
+    with ppo.closing(gym.make("CartPole-v1")) as env:
+        expected = [play_literal(run.model, env, ppo.EVAL_SEED + i) for i in range(2)]
+    assert returns.tolist() == expected
+    video = cv2.VideoCapture(str(run.run_dir / "video.mp4"))
+    frames = video.get(cv2.CAP_PROP_FRAME_COUNT)
+    video.release()
+    assert abs(frames - returns[0]) <= 1
+
+
+def test_all_together(monkeypatch, tmp_path):
+    """Options of all kinds in one run: it stays finite, and each update begins with ratio 1."""
+    lively(monkeypatch)
+    losses = spy(monkeypatch, "losses")
+    options = "--rnn gru --norm-adv batch --kl-coef 1 --adaptive-lr 0.01 --layer-norm".split()
+    options += "--activation silu --shared-net --value-learning-rate 1e-3".split()
+    run = train(tmp_path, *NORMS, *options)
+    assert all(call.result[3].abs().max() < 1e-4 for call in losses[::4])
+    for row in run.history:
+        assert all(math.isfinite(value) for value in row.values())
