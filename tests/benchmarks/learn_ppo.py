@@ -29,16 +29,18 @@ MUJOCO = (
     "--ent-coef 0 --norm-obs --norm-reward --total-timesteps 1000000"
 )
 LANDER = (
-    "--env LunarLander-v3 --num-envs 16 --num-steps 1024 --num-minibatches 64 --gamma 0.999 "
-    "--gae-lambda 0.98 --learning-rate 3e-4 --total-timesteps 1000000"
+    "--env LunarLander-v3 --num-envs 16 --num-steps 1024 --num-minibatches 256 --gamma 0.999 "
+    "--gae-lambda 0.98 --learning-rate 3e-4 --no-anneal-lr --total-timesteps 1000000"
 )
-HIDDEN = "--env hidden:CartPoleHidden-v0 --num-envs 16 --total-timesteps 1000000"
+HIDDEN = (
+    "--env hidden:CartPoleHidden-v0 --num-envs 16 --learning-rate 1e-3 --update-epochs 10 "
+    "--norm-obs --total-timesteps 300000"
+)
 # The rungs share everything that is not on the ladder.
-RUNG = (
-    "--env LunarLander-v3 --num-envs 16 --gamma 0.99 --ent-coef 0.01 --total-timesteps 1000000 "
-    "--no-clip-vloss"
-)
-ONE_STEP = "--update-epochs 1 --num-minibatches 1 --learning-rate 2e-3"
+RUNG = "--env LunarLander-v3 --gamma 0.99 --ent-coef 0.01 --no-clip-vloss --total-timesteps 1000000"
+ONE_STEP = "--update-epochs 1 --num-minibatches 1 --learning-rate 1e-3"
+EPISODES, MANY = "--num-envs 4 --num-steps 512", "--num-envs 16 --num-steps 128"  # 2048 steps each
+FEW = "--num-envs 16 --num-steps 16"
 RUNS = {
     "CartPole": "--env CartPole-v1",
     "Acrobot": (
@@ -71,12 +73,12 @@ RUNS = {
     "CartPoleHidden": HIDDEN,
     "CartPoleHidden-gru": f"{HIDDEN} --rnn gru",
     "CartPoleHidden-lstm": f"{HIDDEN} --rnn lstm",
-    "ladder-1-vpg": f"{RUNG} {ONE_STEP} --num-steps 1024 --gae-lambda 1 --no-baseline --vf-coef 0",
-    "ladder-2-baseline": f"{RUNG} {ONE_STEP} --num-steps 1024 --gae-lambda 1",
-    "ladder-3-one-step": f"{RUNG} {ONE_STEP} --num-steps 16 --gae-lambda 0",
-    "ladder-4-n-step": f"{RUNG} {ONE_STEP} --num-steps 16 --gae-lambda 1",
-    "ladder-5-gae": f"{RUNG} {ONE_STEP} --num-steps 128 --gae-lambda 0.95",
-    "ladder-6-ppo": f"{RUNG} --num-steps 128 --gae-lambda 0.95 --learning-rate 3e-4",
+    "ladder-1-vpg": f"{RUNG} {ONE_STEP} {EPISODES} --gae-lambda 1 --no-baseline --vf-coef 0",
+    "ladder-2-baseline": f"{RUNG} {ONE_STEP} {EPISODES} --gae-lambda 1",
+    "ladder-3-one-step": f"{RUNG} {ONE_STEP} {FEW} --gae-lambda 0",
+    "ladder-4-n-step": f"{RUNG} {ONE_STEP} {FEW} --gae-lambda 1",
+    "ladder-5-gae": f"{RUNG} {ONE_STEP} {MANY} --gae-lambda 0.95",
+    "ladder-6-ppo": f"{RUNG} {MANY} --gae-lambda 0.95 --learning-rate 1e-3",
 }
 COLUMNS = (
     "run seed steps episodic_return eval_return eval_sd wall_seconds command versions"
