@@ -254,6 +254,8 @@ def check_normaliser(parser, args, num_rows):
     """Refuse minibatches of a single row, whose advantages have no deviation."""
     if args.norm_adv == "minibatch" and num_rows == args.num_minibatches:
         parser.error("argument --num-minibatches: --norm-adv needs 2 rows in each minibatch")
+    if args.norm_adv == "batch" and num_rows == 1:
+        parser.error("argument --norm-adv: batch needs a rollout of 2 rows")
 
 
 @contextmanager
@@ -274,12 +276,12 @@ def check_spaces(observation_space, action_space):
     """Raise ValueError unless the spaces are ones that the model knows."""
     spaces = gym.spaces
     if not isinstance(observation_space, spaces.Box) or len(observation_space.shape) != 1:
-        raise ValueError(f"observation space {observation_space} is not supported")
+        raise ValueError(f"not supported: observation space {observation_space}")
     discrete = isinstance(action_space, (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary))
     box = isinstance(action_space, spaces.Box) and np.issubdtype(action_space.dtype, np.floating)
     if not discrete and not box:
         supported = "only Discrete, MultiDiscrete, MultiBinary and Box of floats"
-        raise ValueError(f"action space {action_space} is not supported, {supported}")
+        raise ValueError(f"{supported}; not supported: action space {action_space}")
 
 
 # ------------------------------------------------------------------------------------ game
@@ -306,8 +308,12 @@ def action_mask(env, info):
         mask = env.get_wrapper_attr("action_masks")()
     else:
         return None
-    mask = np.hstack(mask).astype(bool).ravel()  # one for MultiDiscrete may be a tuple
-    starts = np.cumsum([0, *num_options(env.action_space)[:-1]])
+    parts = [mask] if isinstance(mask, np.ndarray) else mask  # or a list, or one per choice
+    mask = np.concatenate([np.ravel(part) for part in parts]).astype(bool)
+    options = num_options(env.action_space)
+    if len(mask) != sum(options):
+        raise ValueError(f"the action mask has {len(mask)} flags, not {sum(options)}")
+    starts = np.cumsum([0, *options[:-1]])
     if not np.logical_or.reduceat(mask, starts).all():
         raise ValueError("the action mask allows no action")
     return mask
@@ -363,8 +369,8 @@ def to_env(action, space):
     A Box's action is cut to its bounds here, on the way to the env, not in log π(a|s).
     """
     if isinstance(space, gym.spaces.Box):
-        return action.clip(space.low, space.high)
-    return action + getattr(space, "start", 0)
+        return np.asarray(action.clip(space.low, space.high), space.dtype)
+    return (action + getattr(space, "start", 0)).astype(space.dtype)
 
 
 class Games:
@@ -396,7 +402,10 @@ class Games:
     def show(self, i, game):
         """Write what some policies see beside the observation."""
         if "action_mask" in self.arrays:
-            self.arrays["action_mask"][i] = action_mask(game.env, game.info)
+            mask = action_mask(game.env, game.info)
+            if mask is None:
+                raise ValueError("there is no action mask any more")
+            self.arrays["action_mask"][i] = mask
         if "starts" in self.arrays:
             self.arrays["starts"][i] = game.episode_length == 0
 
@@ -418,7 +427,7 @@ def array_layout(num_envs, observation_space, action_space):
     return {
         "obs": ((N, *D), np.float32),
         "final_obs": ((N, *D), np.float32),
-        "actions": ((N, *action_space.shape), np.float32 if box else action_space.dtype),
+        "actions": ((N, *action_space.shape), np.float32 if box else np.int64),
         "rewards": ((N,), np.float32),
         "terminated": ((N,), np.bool_),
         "truncated": ((N,), np.bool_),

@@ -327,6 +327,8 @@ def check_normaliser(parser, args, num_rows):
     """Refuse minibatches of a single row, whose advantages have no deviation."""
     if args.norm_adv == "minibatch" and num_rows == args.num_minibatches:
         parser.error("argument --num-minibatches: --norm-adv needs 2 rows in each minibatch")
+    if args.norm_adv == "batch" and num_rows == 1:
+        parser.error("argument --norm-adv: batch needs a rollout of 2 rows")
 
 
 @contextmanager
@@ -347,12 +349,12 @@ def check_spaces(observation_space, action_space):
     """Raise ValueError unless the spaces are ones that the model knows."""
     spaces = gym.spaces
     if not isinstance(observation_space, spaces.Box) or len(observation_space.shape) != 1:
-        raise ValueError(f"observation space {observation_space} is not supported")
+        raise ValueError(f"not supported: observation space {observation_space}")
     discrete = isinstance(action_space, (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary))
     box = isinstance(action_space, spaces.Box) and np.issubdtype(action_space.dtype, np.floating)
     if not discrete and not box:
         supported = "only Discrete, MultiDiscrete, MultiBinary and Box of floats"
-        raise ValueError(f"action space {action_space} is not supported, {supported}")
+        raise ValueError(f"{supported}; not supported: action space {action_space}")
 
 
 # ------------------------------------------------------------------------------------ reservoirs
@@ -907,8 +909,8 @@ def to_env(action, space):
     A Box's action is cut to its bounds here, on the way to the env, not in log π(a|s).
     """
     if isinstance(space, gym.spaces.Box):
-        return action.clip(space.low, space.high)
-    return action + getattr(space, "start", 0)
+        return np.asarray(action.clip(space.low, space.high), space.dtype)
+    return (action + getattr(space, "start", 0)).astype(space.dtype)
 
 
 class Game:
@@ -1049,7 +1051,7 @@ def array_layout(num_envs, observation_space, action_space):
     return {
         "obs": ((N, *D), np.float32),
         "final_obs": ((N, *D), np.float32),
-        "actions": ((N, *action_space.shape), np.float32 if box else action_space.dtype),
+        "actions": ((N, *action_space.shape), np.float32 if box else np.int64),
         "rewards": ((N,), np.float32),
         "terminated": ((N,), np.bool_),
         "truncated": ((N,), np.bool_),

@@ -17,6 +17,15 @@ SPACES = {
     "from_one": gym.spaces.Discrete(2, start=1),
     "binary": gym.spaces.MultiBinary(3),
     "half": gym.spaces.Box(-0.5, 0.5, (3,), np.float32),
+    "matrix": gym.spaces.Box(-0.5, 0.5, (2, 3), np.float32),
+    "multi": gym.spaces.MultiDiscrete([3, 2, 4], start=[1, -2, 5]),
+    "integers": gym.spaces.Box(0, 9, (2,), np.int64),
+    "many_integers": gym.spaces.Box(np.arange(99), 99, dtype=np.int64),  # its text has many lines
+    "text": gym.spaces.Text(3),
+    "tuple": gym.spaces.Tuple([gym.spaces.Discrete(2), gym.spaces.Discrete(3)]),
+    "sequence": gym.spaces.Sequence(gym.spaces.Discrete(2)),
+    "nested": gym.spaces.Dict({"a": gym.spaces.Sequence(gym.spaces.Box(-1, 1, (2,)))}),
+    "graph": gym.spaces.Graph(gym.spaces.Box(-1, 1, (2,)), None),
 }
 
 
@@ -38,6 +47,7 @@ class Scripted(gym.Env):
         return self.psi(), {}
 
     def step(self, action):
+        assert self.action_space.contains(action), f"{action} is not in {self.action_space}"
         self.actions.append(np.array(action))
         self.t += 1
         length, how = self.ends[self.episode % len(self.ends)]
@@ -48,7 +58,8 @@ class Scripted(gym.Env):
 
 class Trouble(Scripted):
     """An env whose `where` goes wrong: step, reward and observation at the 5th step of an episode,
-    the first observation only of its first episode, psi() only between map_from and step."""
+    the first observation only of its first episode, psi() only between map_from and step; resets
+    with a seed (those of a pool) or all of them."""
 
     def __init__(self, where, level=1, **kwargs):
         super().__init__(((7, "terminated"),), **kwargs)
@@ -64,7 +75,7 @@ class Trouble(Scripted):
     def reset(self, *, seed=None, options=None):
         self.mapped = False
         obs, info = super().reset(seed=seed)
-        if self.where == "reset":
+        if self.where == "reset" and seed is not None or self.where == "every_reset":
             raise RuntimeError("broken on purpose")
         first = self.episode == 0
         return obs * (np.nan if self.where == "nan_reset" and first else 1), info
@@ -126,16 +137,27 @@ def make_trouble(level, evaluation=False, where=None):
     return Trouble(where if level == 2 else None, level)
 
 
-TROUBLES = ("step", "reset", "nan_reward", "nan_obs", "nan_reset", "nan_psi")
-BAD_SPACES = {
-    "dict": {"obs": "dict"},
-    "image": {"obs": "image"},
+TROUBLES = ("step", "reset", "every_reset", "nan_reward", "nan_obs", "nan_reset", "nan_psi")
+BAD_SPACES = {  # for both scripts
+    "sequence": {"obs": "sequence"},
+    "nested": {"obs": "nested"},
+    "graph": {"obs": "graph"},
+    "integers": {"action": "integers"},
+    "many_integers": {"action": "many_integers"},
+    "dict_action": {"action": "dict"},
+    "tuple_action": {"action": "tuple"},
+    "text_action": {"action": "text"},
+}
+FLATTENED = {"dict": {"obs": "dict"}, "image": {"obs": "image"}}  # bad for ppo_multilevel.py only
+SIMPLE_SPACES = {  # good for both scripts
     "binary": {"action": "binary"},
     "from_one": {"action": "from_one"},
+    "multi": {"action": "multi"},
+    "matrix": {"action": "matrix"},
 }
 for _where in TROUBLES:  # envs:make_step, ...
     globals()[f"make_{_where}"] = functools.partial(make_trouble, where=_where)
-for _name, _spaces in BAD_SPACES.items():  # envs:make_dict, ...
+for _name, _spaces in (BAD_SPACES | FLATTENED | SIMPLE_SPACES).items():  # envs:make_dict, ...
     globals()[f"make_{_name}"] = functools.partial(make_spaces, **_spaces)
 
 _scripted = {"ends": ((2, "truncated"), (3, "terminated"), (2, "both"))}

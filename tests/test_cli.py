@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 
+import envs
 import pytest
 import torch
 
@@ -19,10 +20,11 @@ TINY = "--num-minibatches 2 --update-epochs 1 --hidden 8 --num-iterations 1 --qu
 TINY += "--num-workers 0 --eval-every 0 --eval-episodes 1".split()
 
 # Numeric options that may be 0, below 0, and those that may not be above 1.
-ZERO = (
+COMMON_ZERO = (
     "--seed --num-workers --eval-every --save-every --gamma --gae-lambda --ent-coef --vf-coef "
     "--init-log-std"
 ).split()
+ZERO = {ppo: [*COMMON_ZERO, "--kl-coef"], ppo_multilevel: COMMON_ZERO}
 NEGATIVE = ["--init-log-std"]
 FRACTIONS = ["--gamma", "--gae-lambda"]
 
@@ -82,10 +84,10 @@ def numeric_options(script):
 def test_numeric_options(script, refused):
     """Every numeric option refuses text, NaN, infinity and numbers outside its range."""
     options = numeric_options(script)
-    assert len(options) > 20 and set(ZERO) <= set(options)
+    assert len(options) > 20 and set(ZERO[script]) <= set(options)
     for name, kind in options.items():
         bad = ["x", "", "nan", "inf", "1,5"]
-        bad += ["0"] if name not in ZERO else []
+        bad += ["0"] if name not in ZERO[script] else []
         bad += ["-1", "-0.5"] if name not in NEGATIVE else []
         bad += ["1.0001", "2"] if name in FRACTIONS else []
         bad += ["1.5"] if isinstance(kind("1"), int) else []
@@ -95,7 +97,7 @@ def test_numeric_options(script, refused):
 
 def test_values_at_the_bounds(script):
     """What may be 0 may be 0."""
-    zeros = [word for name in ZERO for word in (name, "0")]
+    zeros = [word for name in ZERO[script] for word in (name, "0")]
     args = script.parse_args([*GOOD[script], "--num-minibatches", "2", *zeros])
     assert args.gamma == args.gae_lambda == args.ent_coef == args.vf_coef == args.seed == 0
 
@@ -112,7 +114,23 @@ def test_num_minibatches(script, refused):
     options = [*GOOD[script], "--num-minibatches", "16"]
     options += ["--num-steps", "8", "8"] if script is ppo_multilevel else []
     refused(options, "--num-minibatches", "--norm-adv")
-    script.parse_args([*options, "--no-norm-adv"])
+    for norm_adv in ("batch", "off"):  # a rollout has more rows than one
+        script.parse_args([*options, "--norm-adv", norm_adv])
+
+
+def test_rollout_of_one_row(script, refused):
+    """A single row has no deviation, whether in a minibatch or in the whole rollout."""
+    options = "--num-envs 1 --num-steps 1 --num-minibatches 1".split()
+    options += ["--env", "envs:make", "--levels", "1"] if script is ppo_multilevel else []
+    for norm_adv in ("minibatch", "batch"):
+        refused([*options, "--norm-adv", norm_adv], "--norm-adv")
+    script.parse_args([*options, "--norm-adv", "off"])
+
+
+@pytest.mark.parametrize("name", ["--norm-adv", "--activation"])
+def test_choices(refused, name):
+    """A word that is none of an option's choices; the line says what there is."""
+    refused([name, "nonsense"], name, "nonsense", "choose from")
 
 
 @pytest.mark.parametrize("options", ["--nonsense 1", "--learn 1", "--seed", "stray"])
@@ -139,14 +157,35 @@ def test_unknown_env(script, refused, env):
         assert all(name in line for name in ppo_multilevel.CASES)
 
 
-@pytest.mark.parametrize("spaces", ["dict", "image", "binary", "from_one"])
-def test_unsupported_spaces(script, refused, spaces):
+SPACE_NAMES = "Sequence Dict Graph Box Box Dict Tuple Text".split()  # of envs.BAD_SPACES
+
+
+@pytest.mark.parametrize("spaces, name", list(zip(envs.BAD_SPACES, SPACE_NAMES)))
+def test_unsupported_spaces(script, refused, spaces, name):
     """Spaces that the model does not know are refused and named."""
     if script is ppo:
-        refused(["--env", f"envs:Spaces-{spaces}-v0"], "--env", "not supported")
+        options = ["--env", f"envs:Spaces-{spaces}-v0"]
     else:
         options = ["--env", f"envs:make_{spaces}", "--levels", "1", "--num-steps", "8"]
-        refused(options, "not supported")
+    option = "--env" if script is ppo else "--levels"
+    kind = "action" if "action" in envs.BAD_SPACES[spaces] else "observation"
+    refused(options, option, f"{kind} space {name}", "not supported")
+
+
+@pytest.mark.parametrize("spaces", envs.FLATTENED)
+def test_observations_that_are_no_vectors(refused_levels, spaces):
+    """ppo_multilevel.py takes vectors only: its simulations form them in psi."""
+    options = f"--env envs:make_{spaces} --levels 1 --num-steps 8"
+    refused_levels(options, "--levels", "observation space", "not supported")
+
+
+def test_game_that_cannot_start(capsys, tmp_path):
+    """A game that fails in the first reset, that of ppo.py's parse_args: one line and no run."""
+    with pytest.raises(SystemExit) as exit_info:
+        ppo.parse_args(["--env", "envs:Trouble-every_reset-v0"])
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == "ppo.py: error: argument --env: broken on purpose\n"
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 # Devices and folders ------------------------------------------------------------------------------

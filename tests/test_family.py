@@ -115,7 +115,8 @@ def test_common_options(script):
         "env seed device num-workers num-envs num-steps num-minibatches update-epochs "
         "total-timesteps num-iterations learning-rate anneal-lr no-anneal-lr gamma gae-lambda "
         "clip-coef clip-vloss ent-coef vf-coef max-grad-norm target-kl norm-adv eval-every "
-        "eval-episodes save-every resume eval video run-name log-dir quiet"
+        "eval-episodes save-every resume eval video run-name log-dir quiet hidden activation "
+        "layer-norm shared-net init-log-std full-covariance norm-obs norm-value"
     ).split()
     known = option_parser(script)._option_string_actions
     assert [name for name in names if f"--{name}" not in known] == []

@@ -4,6 +4,7 @@ import sys
 import types
 from pathlib import Path
 
+import envs
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -139,7 +140,7 @@ def tape(monkeypatch, coupling, num_steps):
     """Play one actor on two levels. Return what happened on level 2, the batches and rollouts."""
     env = install(monkeypatch, lambda level: Tape(level))
     options = ["--levels", "1", "2", "--num-steps", "1", str(num_steps), "--coupling", coupling]
-    args = ml.parse_args([*SMALL, "--env", env, *options, "--num-envs", "1", "--no-norm-adv"]
+    args = ml.parse_args([*SMALL, "--env", env, *options, "--num-envs", "1", "--norm-adv", "off"]
                          + ["--num-workers", "0", "--num-minibatches", "1"])  # fmt: skip
     torch.manual_seed(0)
     model = ml.make_model(args)
@@ -172,7 +173,7 @@ def test_step_coupling_partner_bootstraps_from_its_own_state(monkeypatch):
     """A partner's next value is that of where its own step led, at every row."""
     env = install(monkeypatch, lambda level: Tape(level))
     options = ["--levels", "1", "2", "--num-steps", "1", "5", "--num-workers", "0"]
-    args = ml.parse_args([*SMALL, "--env", env, *options, "--num-envs", "2", "--no-norm-adv"]
+    args = ml.parse_args([*SMALL, "--env", env, *options, "--num-envs", "2", "--norm-adv", "off"]
                          + ["--num-minibatches", "1"])  # fmt: skip
     torch.manual_seed(0)
     model = ml.make_model(args)
@@ -396,7 +397,7 @@ def test_update_forms_the_chosen_correction(correction):
     """The loss that `update` reports is the one of --correction; the value fits own rows or all."""
     options = ["--levels", "1", "2", "--num-steps", "8", "4", "--num-workers", "0", "--env"]
     options += ["ResSim-v1", "--num-envs", "2", "--num-minibatches", "1", "--update-epochs", "1"]
-    args = ml.parse_args([*options, "--correction", correction, "--no-norm-adv"])
+    args = ml.parse_args([*options, "--correction", correction, "--norm-adv", "off"])
     weights = ml.signed_weights([8, 4], 2, 1)
     model, batch = gaussian_batch(torch.randn(32, generator=torch.manual_seed(1)), logratio=0.3)
     batch["returns"] = torch.randn(32, generator=torch.manual_seed(2))
@@ -410,6 +411,25 @@ def test_update_forms_the_chosen_correction(correction):
     seen = ml.update(model, optimizer, batch, args, torch.Generator().manual_seed(0))
     assert seen["policy_loss"] == pytest.approx(expected, rel=1e-5)
     assert seen["value_loss"] == pytest.approx((own * v_loss).mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("norm_adv", ["minibatch", "batch", "off"])
+def test_where_advantages_are_normalised(monkeypatch, norm_adv):
+    """One affine map of all levels, from the coarsest level's rows of a minibatch or of all."""
+    options = ["--levels", "1", "2", "--num-steps", "8", "4", "--num-workers", "0", "--env"]
+    options += ["ResSim-v1", "--num-envs", "2", "--num-minibatches", "2", "--update-epochs", "1"]
+    args = ml.parse_args([*options, "--correction", "literal", "--norm-adv", norm_adv])
+    model, batch = gaussian_batch(torch.randn(32, generator=torch.manual_seed(1)))
+    used, real = [], ml.losses
+    monkeypatch.setattr(ml, "losses", lambda model, mb, *a: used.append(mb) or real(model, mb, *a))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-9)
+    ml.update(model, optimizer, batch, args, torch.Generator().manual_seed(0))
+    rows = ml.minibatches([8, 4], 2, 2, torch.Generator().manual_seed(0))
+    for mb, mb_rows in zip(used, rows, strict=True):
+        raw = batch["advantages"][mb_rows]
+        own = {"minibatch": raw[:8], "batch": batch["advantages"][:16]}.get(norm_adv)
+        expected = raw if own is None else (raw - own.mean()) / own.std()
+        torch.testing.assert_close(mb["advantages"], expected)
 
 
 # Runs ---------------------------------------------------------------------------------------------
@@ -430,6 +450,15 @@ def test_any_number_of_workers_gives_the_same_parameters(tmp_path):
             assert torch.equal(value, other.model.state_dict()[name]), name
         returns = [[row["eval_return"] for row in run.history] for run in (runs[0], other)]
         assert returns[0] == returns[1]
+
+
+@pytest.mark.parametrize("spaces", envs.SIMPLE_SPACES)
+def test_action_spaces(tmp_path, spaces):
+    """Every kind of action that ppo.py has trains on two levels, within its space."""
+    options = ["--env", f"envs:make_{spaces}", "--levels", "1", "2", "--num-steps", "8", "4"]
+    options += ["--log-dir", str(tmp_path), "--num-workers", "0"]
+    run = ml.train(ml.parse_args([*SMALL, *options]))
+    assert all(np.isfinite(row["policy_loss"]) for row in run.history[1:])
 
 
 def test_counts_of_steps_and_simulation(tmp_path):

@@ -46,7 +46,7 @@ def test_gae_golden():
     buffer = {"obs": torch.zeros(7, 3, 2), "actions": torch.zeros(7, 3), "next_values": next_values}
     buffer |= {"logprobs": torch.zeros(7, 3), "rewards": g["rewards"], "values": g["values"]}
     buffer |= {"terminated": terminated, "truncated": never}
-    batch = ppo.make_batch(buffer, gamma, lam)
+    batch = ppo.make_batch(buffer, ("obs",), gamma, lam)
     torch.testing.assert_close(batch["returns"], g["returns"].flatten(), rtol=1e-5, atol=1e-6)
     assert batch["obs"].shape == (21, 2)
 
@@ -187,7 +187,7 @@ def test_explained_variance(values, expected):
 
 def test_categorical_is_torchs():
     """Log-probability, entropy and mode agree with torch.distributions."""
-    head = ppo.Categorical(5, 4)
+    head = ppo.Categorical(5, [4])
     torch.nn.init.normal_(head.logits.weight)
     h = torch.randn(6, 5)
     logp, reference = head(h), torch.distributions.Categorical(logits=head.logits(h))
@@ -212,7 +212,7 @@ def test_gaussian_is_torchs():
 
 def test_gumbel_max_frequencies():
     """Sampled actions have the policy's frequencies, to five standard errors."""
-    head, n = ppo.Categorical(2, 3), 40_000
+    head, n = ppo.Categorical(2, [3]), 40_000
     probs = torch.tensor([0.1, 0.3, 0.6])
     noise = head.noise(n, torch.Generator().manual_seed(0))
     actions = head.sample(probs.log().expand(n, 3), noise)
@@ -254,27 +254,28 @@ def test_initialisation(space, shared):
 # Rollout ------------------------------------------------------------------------------------------
 
 
-class Stub:
-    """A model whose values are V(s) = 100 s_0 + s_1 and whose policy is `head`'s at zero."""
+def linear_model(action_space, init_log_std=0.0):
+    """Return a model with values V(s) = 100 s_0 + s_1, the same policy in all states."""
+    model = ppo.Model(2, action_space, [2], False, init_log_std)
+    model.actor = model.critic = nn.Identity()
+    (layer,) = model.head.children()
+    nn.init.zeros_(layer.weight)
+    model.value.weight.data = torch.tensor([[100.0, 1.0]])
+    return model
 
-    def __init__(self, head):
-        self.head, self.value = head, SimpleNamespace(weight=torch.zeros(1))
 
-    def __call__(self, obs):
-        return torch.zeros(len(obs), self.head.n), 100 * obs[..., 0] + obs[..., 1]
-
-
-def scripted_rollout(env_id, head, num_steps):
-    """Return pool, buffer and episodes of a rollout in two games."""
-    pool = ppo.make_pool(SimpleNamespace(env=env_id), np.arange(2), 0)
+def scripted_rollout(env_id, num_steps, init_log_std=0.0):
+    """Return model, pool, buffer and episodes of a rollout in two games."""
+    pool = ppo.make_pool(SimpleNamespace(env=env_id, action_masks=False, rnn=None), np.arange(2), 0)
+    model = linear_model(pool.games.games[0].action_space, init_log_std)
     pool.call("reset")
     generator = torch.Generator().manual_seed(0)
-    return pool, *ppo.rollout(Stub(head), pool, num_steps, generator)
+    return model, pool, *ppo.rollout(model, pool, num_steps, generator)
 
 
 def test_rollout_at_ends_of_episodes():
     """Episodes of 2 (truncated), 3 (terminated) and 2 (both) steps; obs = (episode, step)."""
-    pool, buffer, episodes = scripted_rollout("envs:Scripted-v0", ppo.Categorical(1, 2), 8)
+    _, pool, buffer, episodes = scripted_rollout("envs:Scripted-v0", 8)
     buffer = {name: rows[:, 1] for name, rows in buffer.items()}  # of the second game
     steps = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (3, 0)]
     assert [tuple(row) for row in buffer["obs"].int().tolist()] == steps
@@ -291,8 +292,8 @@ def test_rollout_at_ends_of_episodes():
 
 def test_advantages_do_not_see_what_follows_termination():
     """δ of a terminated step is r − V, whatever next_values holds there."""
-    _, buffer, _ = scripted_rollout("envs:Scripted-v0", ppo.Categorical(1, 2), 8)
-    batch = ppo.make_batch(buffer, 0.9, 0.0)
+    model, _, buffer, _ = scripted_rollout("envs:Scripted-v0", 8)
+    batch = ppo.make_batch(buffer, model.inputs, 0.9, 0.0)
     advantages = batch["advantages"].view(8, 2)[:, 0]
     assert advantages[4] == 13 - 102 and advantages[6] == 22 - 201
     assert float(advantages[1]) == pytest.approx(2 + 0.9 * 2 - 1)  # truncated: V of final_obs
@@ -300,13 +301,12 @@ def test_advantages_do_not_see_what_follows_termination():
 
 def test_box_actions_are_clipped_for_the_env_only():
     """The env gets actions within its bounds, the buffer keeps what the policy sampled."""
-    head = ppo.Gaussian(1, 3, 1.0)
-    pool, buffer, _ = scripted_rollout("envs:ScriptedBox-v0", head, 6)
+    model, pool, buffer, _ = scripted_rollout("envs:ScriptedBox-v0", 6, init_log_std=1.0)
     stored = buffer["actions"][:, 0].numpy()
     received = np.stack(pool.games.games[0].env.unwrapped.actions)
     assert np.abs(stored).max() > 0.5
     np.testing.assert_array_equal(received, stored.clip(-0.5, 0.5))
-    expected = head.log_prob(torch.zeros(6, 3), buffer["actions"][:, 0])
+    expected = model.head.log_prob(torch.zeros(6, 3), buffer["actions"][:, 0])
     torch.testing.assert_close(buffer["logprobs"][:, 0], expected)
 
 
@@ -316,9 +316,10 @@ def test_box_actions_are_clipped_for_the_env_only():
 def update_setup(**changes):
     """Return model, optimizer, batch of 12 rows, args and generator for `update`."""
     torch.manual_seed(0)
-    args = {"update_epochs": 3, "num_minibatches": 4, "norm_adv": True, "clip_coef": 0.2}
+    args = {"update_epochs": 3, "num_minibatches": 4, "norm_adv": "minibatch", "clip_coef": 0.2}
     args |= {"clip_vloss": False, "vf_coef": 0.5, "ent_coef": 0.01, "max_grad_norm": 0.5}
-    args = SimpleNamespace(**(args | {"target_kl": None, "learning_rate": 0.01} | changes))
+    args |= {"target_kl": None, "kl_coef": 0.0, "adaptive_lr": None, "learning_rate": 0.01}
+    args = SimpleNamespace(**(args | changes))
     model = ppo.Model(3, SPACES["discrete"], [8], False, 0.0)
     batch, values = losses_batch(model, [1.0] * 12, torch.randn(12).tolist())
     batch["returns"] = values + torch.randn(12)
@@ -336,21 +337,25 @@ def test_target_kl_ends_the_update():
         assert len(steps) == expected and row["approx_kl"] > 0
 
 
-@pytest.mark.parametrize("norm_adv", [True, False])
+@pytest.mark.parametrize("norm_adv", ["minibatch", "batch", "off"])
 def test_minibatches(monkeypatch, norm_adv):
-    """Every epoch uses each row once; advantages are normalised per minibatch, or not at all."""
+    """Every epoch uses each row once; advantages are normalised per minibatch, once or never."""
     used, real = [], ppo.losses
     monkeypatch.setattr(ppo, "losses", lambda model, mb, *a: used.append(mb) or real(model, mb, *a))
     model, optimizer, batch, args, generator = update_setup(norm_adv=norm_adv)
+    expected = batch["advantages"].clone()
     ppo.update(model, optimizer, batch, args, generator)
+    assert torch.equal(batch["advantages"], expected)  # the caller's stay what they were
+    if norm_adv == "batch":
+        expected = (expected - expected.mean()) / expected.std()
     orders = []
     for epoch in (used[:4], used[4:8], used[8:]):
         returns = torch.cat([mb["returns"] for mb in epoch])
         assert torch.equal(returns.sort()[0], batch["returns"].sort()[0])
         orders.append(returns.tolist())
-        if not norm_adv:
+        if norm_adv != "minibatch":
             advantages = torch.cat([mb["advantages"] for mb in epoch])
-            assert torch.equal(advantages.sort()[0], batch["advantages"].sort()[0])
+            torch.testing.assert_close(advantages.sort()[0], expected.sort()[0])
             continue
         for mb in epoch:
             assert abs(float(mb["advantages"].mean())) < 1e-6
