@@ -30,11 +30,12 @@ MUJOCO = (
 )
 LANDER = (
     "--env LunarLander-v3 --num-envs 16 --num-steps 1024 --num-minibatches 256 --gamma 0.999 "
-    "--gae-lambda 0.98 --learning-rate 3e-4 --no-anneal-lr --total-timesteps 1000000"
+    "--gae-lambda 0.98 --learning-rate 3e-4 --no-anneal-lr --no-clip-vloss "
+    "--total-timesteps 1000000"
 )
 HIDDEN = (
-    "--env hidden:CartPoleHidden-v0 --num-envs 16 --learning-rate 1e-3 --update-epochs 10 "
-    "--norm-obs --total-timesteps 300000"
+    "--env hidden:CartPoleHidden-v0 --num-envs 16 --learning-rate 1e-3 --norm-obs --norm-value "
+    "--total-timesteps 200000"
 )
 # The rungs share everything that is not on the ladder.
 RUNG = "--env LunarLander-v3 --gamma 0.99 --ent-coef 0.01 --no-clip-vloss --total-timesteps 1000000"
