@@ -38,7 +38,7 @@ HIDDEN = (
     "--total-timesteps 200000"
 )
 # The rungs share everything that is not on the ladder.
-RUNG = "--env LunarLander-v3 --gamma 0.99 --ent-coef 0.01 --no-clip-vloss --total-timesteps 1000000"
+RUNG = "--env LunarLander-v3 --gamma 0.999 --ent-coef 0.01 --no-clip-vloss --total-timesteps 1000000"
 ONE_STEP = "--update-epochs 1 --num-minibatches 1 --learning-rate 1e-3"
 EPISODES, MANY = "--num-envs 4 --num-steps 512", "--num-envs 16 --num-steps 128"  # 2048 steps each
 FEW = "--num-envs 16 --num-steps 16"
