@@ -4,9 +4,10 @@
     python tests/benchmarks/learn_ppo.py --runs LunarLander   # one of them
     python tests/benchmarks/learn_ppo.py --collect            # only summarise finished runs
 
-Seed 1 was for trials. Every run has one core. results/ppo.csv gets a row per run: the command, the mean return of the last
-100 training episodes, mean and deviation of 50 evaluation episodes (the policy's mode), seconds,
-versions; results/ppo/<run>__<seed>.csv its curve. Rows of runs that are not in RUNS_DIR stay.
+Seed 1 was for trials. Every run has one core. results/ppo.csv gets a row per run: the command, the
+mean return of the last 100 training episodes, mean and deviation of 50 evaluation episodes (the
+policy's mode), seconds, versions; results/ppo/<run>__<seed>.csv its curve. Rows of runs that are
+not in RUNS_DIR stay.
 """
 
 import argparse
