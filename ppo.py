@@ -1,4 +1,4 @@
-"""PPO (proximal policy optimisation) for any Gymnasium environment with vector observations.
+"""PPO (proximal policy optimisation) for Gymnasium environments, observations seen as vectors.
 
     python ppo.py --env CartPole-v1                        # train, about half a minute
     python ppo.py --env Pendulum-v1 --gamma 0.9 --num-envs 8 --num-steps 256 --learning-rate 1e-3
@@ -20,7 +20,8 @@ Each iteration runs the policy π_old for T steps in N games, then takes K epoch
            + β E[KL(π_old(·|s_t), π_θ(·|s_t))], with --kl-coef                       PPO, Eq. (8)
 
 r_t is the reward, r_t(θ) the probability ratio. Shapes: T steps (--num-steps), N games
-(--num-envs), B minibatches of M rows, D observation entries, A action entries. Everything stored at
+(--num-envs), B minibatches of M rows, D observation entries, A action entries (n logits), H memory
+entries of a recurrent policy (its whole state is S). Everything stored at
 index t belongs to the action taken at t: `terminated[t]` and `truncated[t]` say how that action
 ended the episode, if it did.
 """
@@ -136,11 +137,8 @@ def add_common_arguments(parser, **defaults):
     option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
     option("--num-minibatches", count, 4, "B, minibatches per epoch; divides the number of rows")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
-    choices = {"choices": ("minibatch", "batch", "off")}
-    text = (
-        "where advantages get mean 0 and deviation 1: in each minibatch, over the rollout, or off"
-    )
-    option("--norm-adv", str, "minibatch", text, **choices)
+    text, choices = "set in which advantages are normalised", ("minibatch", "batch", "off")
+    option("--norm-adv", str, "minibatch", text, choices=choices)
     option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
     option("--clip-vloss", bool, True, "clip the change of the value by ε too")
     option("--ent-coef", coefficient, 0.01, "c_e, weight of the entropy bonus; 0 to 0.01 usual")
@@ -151,7 +149,7 @@ def add_common_arguments(parser, **defaults):
 
 def parse_args(argv=None):
     """Parse and check the command line (default: the program's)."""
-    parser = Parser("ppo.py", description="PPO for Gymnasium envs with vector observations.")
+    parser = Parser("ppo.py", description="PPO for Gymnasium envs, observations as vectors.")
     parser.add_argument("--env", default="CartPole-v1", help="Gymnasium id, or module:id")
     add_common_arguments(parser)
     steps_help = "T, steps per game and iteration; 128 to 2048 usual (%(default)s)"
@@ -168,6 +166,10 @@ def parse_args(argv=None):
     if args.num_iterations is None:
         total_timesteps = args.total_timesteps or 500_000
         args.num_iterations = max(1, total_timesteps // (args.num_envs * args.num_steps))
+    if args.adaptive_lr and args.update_epochs * args.num_minibatches == 1:
+        parser.error("argument --adaptive-lr: a single step per rollout always starts at KL 0")
+    if not args.baseline:
+        args.vf_coef = 0.0
     check_checkpoint(parser, args)
     return args
 
@@ -182,11 +184,12 @@ def add_trick_arguments(parser):
     option("--action-masks", bool, True, text)
     text = "where a time limit cut an episode short, V of its last state stands for the rest"
     option("--time-limit-bootstrap", bool, True, text)
-    text = "subtract V(s) from the return: the advantage; off: vanilla policy gradient"
+    text = "off: Â is the sum of rewards, discounted by γλ, to the rollout's end; no value loss"
     option("--baseline", bool, True, text)
     text = "β of PPO-Penalty: adds β KL(π_old, π) to the loss, beside clipping; 0.01 to 3 usual"
     option("--kl-coef", coefficient, 0.0, text)
-    text = "hold this KL per epoch by ×1.5 or ÷1.5 on the learning rate, no annealing; 0.01 usual"
+    text = "after each epoch ×1.5 or ÷1.5 on the learning rate while the epoch's mean KL is below "
+    text += "half or above twice this; replaces --anneal-lr, a resumed run goes on; 0.01 usual"
     option("--adaptive-lr", positive, None, text)
     text = "learning rate of the value function; default: --learning-rate"
     option("--value-learning-rate", positive, None, text)
@@ -211,6 +214,9 @@ def parse_with_run(parser, argv):
                 options.pop(name)
         parser.set_defaults(**options)
         given = parser.parse_args(argv)
+        for name in ("shared_net", "activation"):  # the weights' shapes do not show these
+            if getattr(given, name) != options[name]:
+                parser.error(f"argument --{name.replace('_', '-')}: the run has {options[name]}")
         if given.total_timesteps != options["total_timesteps"]:
             given.num_iterations = None  # that of the run followed from its --total-timesteps
         args = given
@@ -240,7 +246,7 @@ def check_checkpoint(parser, args):
             shapes = {name: weight.shape for name, weight in weights.items()}
             model = make_model(args).state_dict()
             if shapes != {name: weight.shape for name, weight in model.items()}:
-                raise ValueError(f"the network in {run_dir} is not that of the options")
+                raise ValueError(f"network or normalisers in {run_dir} are not the options'")
 
 
 def check_rows(parser, args, num_rows, rows="rows"):
@@ -291,8 +297,23 @@ def make_env(env_id, **options):
     """Return the env; an observation that is no vector is flattened, a Discrete one is one-hot."""
     env = gym.make(env_id, **options)
     space = env.observation_space
-    vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
-    return env if vector else gym.wrappers.FlattenObservation(env)
+    if isinstance(space, gym.spaces.Box) and len(space.shape) == 1:
+        return env
+    check_flattens(space)
+    return gym.wrappers.FlattenObservation(env)
+
+
+def check_flattens(space):
+    """Raise ValueError unless an observation space is one that the model can see as a vector."""
+    spaces = gym.spaces
+    if isinstance(space, (spaces.Dict, spaces.Tuple)) and len(space.spaces) > 0:
+        for part in space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces:
+            check_flattens(part)
+    elif not isinstance(
+        space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+    ):
+        supported = "only Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple of them"
+        raise ValueError(f"{supported}; not supported: observation space {space}")
 
 
 def action_mask(env, info):
@@ -308,15 +329,21 @@ def action_mask(env, info):
         mask = env.get_wrapper_attr("action_masks")()
     else:
         return None
-    parts = [mask] if isinstance(mask, np.ndarray) else mask  # or a list, or one per choice
-    mask = np.concatenate([np.ravel(part) for part in parts]).astype(bool)
+    mask = flat(mask).astype(bool)
     options = num_options(env.action_space)
     if len(mask) != sum(options):
         raise ValueError(f"the action mask has {len(mask)} flags, not {sum(options)}")
-    starts = np.cumsum([0, *options[:-1]])
-    if not np.logical_or.reduceat(mask, starts).all():
+    offsets = np.cumsum([0, *options[:-1]])
+    if not np.logical_or.reduceat(mask, offsets).all():
         raise ValueError("the action mask allows no action")
     return mask
+
+
+def flat(mask):
+    """Return a mask, an array or nested tuples of arrays, as a vector."""
+    if isinstance(mask, (tuple, list)):
+        return np.concatenate([flat(part) for part in mask])
+    return np.ravel(mask)
 
 
 def num_options(space):
@@ -576,7 +603,7 @@ def layer_init(layer, gain=2**0.5):
 
 
 class Categorical(nn.Module):
-    """Policy head for discrete actions: K independent choices, one logit per option.
+    """Policy head for discrete actions: A independent choices, one logit per option.
 
     `options` has the number of options of each choice: [n] for Discrete(n), nvec for MultiDiscrete,
     [2, 2, ...] for MultiBinary. `shape` is that of an action in the env: () for Discrete.
@@ -586,8 +613,8 @@ class Categorical(nn.Module):
         super().__init__()
         self.options, self.shape, self.n = options, shape, sum(options)
         self.logits = layer_init(nn.Linear(features, self.n), 0.01)
-        starts = torch.tensor([0, *options[:-1]]).cumsum(0)
-        self.register_buffer("starts", starts, persistent=False)  # of each choice's logits
+        offsets = torch.tensor([0, *options[:-1]]).cumsum(0)  # of each choice's logits
+        self.register_buffer("offsets", offsets, persistent=False)
 
     def forward(self, h, action_mask=None):
         """Features (M, F) → log-probabilities (M, n), choice after choice."""
@@ -595,8 +622,8 @@ class Categorical(nn.Module):
         if action_mask is not None:
             # A probability of exactly 0; its π log π is 0 too, where −∞ would make it NaN.
             logits = logits.where(action_mask, -1e8)
-        parts = [part.log_softmax(dim=-1) for part in logits.split(self.options, dim=-1)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        parts = logits.split(self.options, dim=-1)
+        return torch.cat([part.log_softmax(dim=-1) for part in parts], dim=-1)
 
     def noise(self, batch, generator):
         """Standard Gumbel noise, (batch, n)."""
@@ -613,7 +640,7 @@ class Categorical(nn.Module):
 
     def log_prob(self, logp, action):
         """log π(a|s), the sum over the choices, (M,)."""
-        rows = action.reshape(*logp.shape[:-1], -1) + self.starts
+        rows = action.reshape(*logp.shape[:-1], -1) + self.offsets
         return logp.gather(-1, rows).sum(dim=-1)
 
     def entropy(self, logp):
@@ -648,7 +675,7 @@ class Gaussian(nn.Module):
 
     def sample(self, mean, noise):
         """a = μ + σ ε, (M, ...)."""
-        return self.mode(mean + self.scale(noise))
+        return (mean + self.scale(noise)).view(*mean.shape[:-1], *self.shape)
 
     def mode(self, mean):
         """The most probable action, (M, ...)."""
@@ -711,7 +738,7 @@ class RunningNorm(nn.Module):
         self.count.copy_(total)
 
     def forward(self, x):
-        """Normalise, cut at ± so many deviations."""
+        """(x − μ) / σ, cut at ±cut."""
         return ((x - self.mean) / self.std).clamp(-self.cut, self.cut)
 
 
@@ -752,13 +779,15 @@ class Model(nn.Module):
         norm_obs=False,
         norm_value=False,
         action_masks=False,
+        features=None,
     ):
         super().__init__()
         self.inputs = ("obs", "action_mask") if action_masks else ("obs",)  # of `forward`
         self.stored = (*self.inputs, "actions")  # what a rollout stores of each step's choice
         self.obs_norm = RunningNorm((obs_dim,), cut=10) if norm_obs else nn.Identity()
         self.value_norm = RunningNorm() if norm_value else None
-        layers = functools.partial(self.hidden_layers, obs_dim, hidden, activation, layer_norm)
+        width = features or obs_dim  # of the hidden layers' input
+        layers = functools.partial(self.hidden_layers, width, hidden, activation, layer_norm)
         self.actor = layers()
         self.critic = self.actor if shared_net else layers()
         if isinstance(action_space, gym.spaces.Box):
@@ -828,9 +857,8 @@ class RecurrentModel(Model):
     state, the memory before each step, of which only that before the first step is used.
     """
 
-    def __init__(self, obs_dim, action_space, rnn, rnn_size, norm_obs=False, **options):
-        super().__init__(rnn_size, action_space, **options)
-        self.obs_norm = RunningNorm((obs_dim,), cut=10) if norm_obs else nn.Identity()
+    def __init__(self, obs_dim, action_space, rnn, rnn_size, **options):
+        super().__init__(obs_dim, action_space, features=rnn_size, **options)
         self.inputs = ("obs", "starts", "state", *self.inputs[1:])
         self.stored = (*self.inputs, "actions", "next_state")
         self.memory = {"gru": nn.GRU, "lstm": nn.LSTM}[rnn](obs_dim, rnn_size)
@@ -839,14 +867,15 @@ class RecurrentModel(Model):
 
     def remember(self, obs, starts, state):
         """Return the memories (T, M, H) after each of the steps, and the last state (M, S)."""
-        obs, memories = self.obs_norm(obs), []
-        cuts = [t for t in range(1, len(obs)) if starts[t].any()]  # between them, one call for all
+        obs, memories, lstm = self.obs_norm(obs), [], isinstance(self.memory, nn.LSTM)
+        # Where no game starts an episode, one call does many steps.
+        cuts = (starts[1:].any(dim=1).nonzero().flatten() + 1).tolist()
         for begin, end in itertools.pairwise([0, *cuts, len(obs)]):
-            state = state * ~starts[begin].unsqueeze(-1)
-            # An LSTM's state is h and c, here side by side; a GRU's is h.
-            parts = [part.unsqueeze(0) for part in state.split(self.memory.hidden_size, dim=-1)]
-            h, parts = self.memory(obs[begin:end], parts[0] if len(parts) == 1 else tuple(parts))
-            state = torch.cat(tuple(parts), dim=-1).view_as(state)
+            state = (state * ~starts[begin].unsqueeze(-1)).unsqueeze(0)  # (1, M, S)
+            if lstm:  # its state is h and c, side by side
+                state = tuple(part.contiguous() for part in state.chunk(2, dim=-1))
+            h, state = self.memory(obs[begin:end], state)
+            state = (torch.cat(state, dim=-1) if lstm else state)[0]
             memories.append(h)
         return torch.cat(memories), state
 
@@ -913,7 +942,7 @@ def store(buffer, t, arrays, names):
 def finish(model, buffer):
     """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs.
 
-    One forward pass for all steps here is cheaper than many small ones in the rollout.
+    They come from passes over all steps here, so that the rollout runs the policy only.
     """
     device = model.value.weight.device
     buffer = dict(zip(buffer, to_tensors(buffer, buffer, device), strict=True))
@@ -1009,11 +1038,12 @@ def losses(model, batch, clip_coef, clip_vloss):
 
 def update(model, optimizer, batch, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
-    seen, B = [], args.num_minibatches
+    seen, stop, B = [], False, args.num_minibatches
     axis = batch["advantages"].dim() - 1  # of the rows; (T, N): a row is a game's whole sequence
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
-    for epoch in range(args.update_epochs):
+    for _ in range(args.update_epochs):
+        kls = []
         rows = torch.randperm(batch["advantages"].shape[axis], generator=generator)
         rows = rows.to(batch["obs"].device)
         # One gather per epoch: minibatches are slices of the shuffled rows.
@@ -1030,13 +1060,13 @@ def update(model, optimizer, batch, args, generator):
             if args.kl_coef:
                 loss += args.kl_coef * approx_kl  # PPO, Eq. (8): + β KL(π_old, π_θ)
             seen.append(torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach())
+            kls.append(seen[-1][3])
             stop = args.target_kl is not None and approx_kl > args.target_kl
             if stop:
                 break
             take_step(model, optimizer, loss, args.max_grad_norm)
         if args.adaptive_lr:
-            kl = torch.stack(seen[epoch * B :])[:, 3].mean()
-            adapt_learning_rate(optimizer, kl, args.adaptive_lr)
+            adapt_learning_rate(optimizer, torch.stack(kls).mean(), args.adaptive_lr)
         if stop:
             break
     return summary(seen)
@@ -1257,17 +1287,22 @@ COLUMNS = (
 ).split()
 
 
+MODEL_OPTIONS = (
+    "hidden shared_net init_log_std activation layer_norm full_covariance norm_obs norm_value "
+    "action_masks"
+).split()
+
+
 def make_model(args):
     """Return the Model for the env's spaces, its weights drawn from torch's global generator."""
     with closing(make_env(args.env)) as env:
         spaces = env.observation_space.shape[0], env.action_space
-    names = "hidden shared_net init_log_std activation layer_norm full_covariance "
-    names += "norm_obs norm_value action_masks"
-    options = {name: getattr(args, name) for name in names.split()}
+    options = {name: getattr(args, name) for name in MODEL_OPTIONS}
     if args.rnn:
         model = RecurrentModel(*spaces, args.rnn, args.rnn_size, **options)
     else:
         model = Model(*spaces, **options)
+    # Here, so that its statistics are saved with the model.
     model.reward_norm = RewardNorm(args.gamma) if args.norm_reward else None
     return model.to("cpu" if args.device == "auto" else args.device)
 
@@ -1339,7 +1374,7 @@ def train(args):
             started = time.perf_counter()
             set_learning_rates(optimizer, args, counters["iteration"])
             buffer, episodes = rollout(model, pool, args.num_steps, generator)
-            apply_tricks(model, buffer, args)
+            adjust_for_gae(model, buffer, args)
             batch = make_batch(buffer, model.inputs, args.gamma, args.gae_lambda)
             row = {"explained_variance": explained_variance(batch["values"], batch["returns"])}
             if args.norm_value:
@@ -1377,16 +1412,15 @@ def normalise_values(model, batch, returns):
 
 def set_learning_rates(optimizer, args, iteration):
     """Set the learning rates of an iteration; --adaptive-lr goes on from where it is."""
+    if args.adaptive_lr and iteration > 0:
+        return
+    factor = 1 - iteration / args.num_iterations if args.anneal_lr else 1
     rates = args.learning_rate, args.value_learning_rate or args.learning_rate
-    progress = iteration / args.num_iterations if args.anneal_lr else 0
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if not args.adaptive_lr:
-            group["lr"] = rate * (1 - progress)
-        elif iteration == 0:
-            group["lr"] = rate
+        group["lr"] = rate * factor
 
 
-def apply_tricks(model, buffer, args):
+def adjust_for_gae(model, buffer, args):
     """Change a buffer in place, as some options want it before GAE."""
     if model.reward_norm is not None:
         ended = buffer["terminated"] | buffer["truncated"]

@@ -163,11 +163,8 @@ def add_common_arguments(parser, **defaults):
     option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
     option("--num-minibatches", count, 4, "B, minibatches per epoch; divides the number of rows")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
-    choices = {"choices": ("minibatch", "batch", "off")}
-    text = (
-        "where advantages get mean 0 and deviation 1: in each minibatch, over the rollout, or off"
-    )
-    option("--norm-adv", str, "minibatch", text, **choices)
+    text, choices = "set in which advantages are normalised", ("minibatch", "batch", "off")
+    option("--norm-adv", str, "minibatch", text, choices=choices)
     option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
     option("--clip-vloss", bool, True, "clip the change of the value by ε too")
     option("--ent-coef", coefficient, 0.01, "c_e, weight of the entropy bonus; 0 to 0.01 usual")
@@ -284,6 +281,9 @@ def parse_with_run(parser, argv):
                 options.pop(name)
         parser.set_defaults(**options)
         given = parser.parse_args(argv)
+        for name in ("shared_net", "activation"):  # the weights' shapes do not show these
+            if getattr(given, name) != options[name]:
+                parser.error(f"argument --{name.replace('_', '-')}: the run has {options[name]}")
         if given.total_timesteps != options["total_timesteps"]:
             given.num_iterations = None  # that of the run followed from its --total-timesteps
         args = given
@@ -313,7 +313,7 @@ def check_checkpoint(parser, args):
             shapes = {name: weight.shape for name, weight in weights.items()}
             model = make_model(args).state_dict()
             if shapes != {name: weight.shape for name, weight in model.items()}:
-                raise ValueError(f"the network in {run_dir} is not that of the options")
+                raise ValueError(f"network or normalisers in {run_dir} are not the options'")
 
 
 def check_rows(parser, args, num_rows, rows="rows"):
@@ -1200,7 +1200,7 @@ def layer_init(layer, gain=2**0.5):
 
 
 class Categorical(nn.Module):
-    """Policy head for discrete actions: K independent choices, one logit per option.
+    """Policy head for discrete actions: A independent choices, one logit per option.
 
     `options` has the number of options of each choice: [n] for Discrete(n), nvec for MultiDiscrete,
     [2, 2, ...] for MultiBinary. `shape` is that of an action in the env: () for Discrete.
@@ -1210,8 +1210,8 @@ class Categorical(nn.Module):
         super().__init__()
         self.options, self.shape, self.n = options, shape, sum(options)
         self.logits = layer_init(nn.Linear(features, self.n), 0.01)
-        starts = torch.tensor([0, *options[:-1]]).cumsum(0)
-        self.register_buffer("starts", starts, persistent=False)  # of each choice's logits
+        offsets = torch.tensor([0, *options[:-1]]).cumsum(0)  # of each choice's logits
+        self.register_buffer("offsets", offsets, persistent=False)
 
     def forward(self, h, action_mask=None):
         """Features (M, F) → log-probabilities (M, n), choice after choice."""
@@ -1219,8 +1219,8 @@ class Categorical(nn.Module):
         if action_mask is not None:
             # A probability of exactly 0; its π log π is 0 too, where −∞ would make it NaN.
             logits = logits.where(action_mask, -1e8)
-        parts = [part.log_softmax(dim=-1) for part in logits.split(self.options, dim=-1)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        parts = logits.split(self.options, dim=-1)
+        return torch.cat([part.log_softmax(dim=-1) for part in parts], dim=-1)
 
     def noise(self, batch, generator):
         """Standard Gumbel noise, (batch, n)."""
@@ -1237,7 +1237,7 @@ class Categorical(nn.Module):
 
     def log_prob(self, logp, action):
         """log π(a|s), the sum over the choices, (M,)."""
-        rows = action.reshape(*logp.shape[:-1], -1) + self.starts
+        rows = action.reshape(*logp.shape[:-1], -1) + self.offsets
         return logp.gather(-1, rows).sum(dim=-1)
 
     def entropy(self, logp):
@@ -1272,7 +1272,7 @@ class Gaussian(nn.Module):
 
     def sample(self, mean, noise):
         """a = μ + σ ε, (M, ...)."""
-        return self.mode(mean + self.scale(noise))
+        return (mean + self.scale(noise)).view(*mean.shape[:-1], *self.shape)
 
     def mode(self, mean):
         """The most probable action, (M, ...)."""
@@ -1335,7 +1335,7 @@ class RunningNorm(nn.Module):
         self.count.copy_(total)
 
     def forward(self, x):
-        """Normalise, cut at ± so many deviations."""
+        """(x − μ) / σ, cut at ±cut."""
         return ((x - self.mean) / self.std).clamp(-self.cut, self.cut)
 
 
@@ -1358,13 +1358,15 @@ class Model(nn.Module):
         norm_obs=False,
         norm_value=False,
         action_masks=False,
+        features=None,
     ):
         super().__init__()
         self.inputs = ("obs", "action_mask") if action_masks else ("obs",)  # of `forward`
         self.stored = (*self.inputs, "actions")  # what a rollout stores of each step's choice
         self.obs_norm = RunningNorm((obs_dim,), cut=10) if norm_obs else nn.Identity()
         self.value_norm = RunningNorm() if norm_value else None
-        layers = functools.partial(self.hidden_layers, obs_dim, hidden, activation, layer_norm)
+        width = features or obs_dim  # of the hidden layers' input
+        layers = functools.partial(self.hidden_layers, width, hidden, activation, layer_norm)
         self.actor = layers()
         self.critic = self.actor if shared_net else layers()
         if isinstance(action_space, gym.spaces.Box):
@@ -1481,7 +1483,7 @@ def store(buffer, t, arrays, names):
 def finish(model, buffer):
     """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs.
 
-    One forward pass for all steps here is cheaper than many small ones in the rollout.
+    They come from passes over all steps here, so that the rollout runs the policy only.
     """
     device = model.value.weight.device
     buffer = dict(zip(buffer, to_tensors(buffer, buffer, device), strict=True))
@@ -1614,11 +1616,10 @@ def update(model, optimizer, batch, args, generator):
     # the same gradient at π_old; and the value function fits the rows of positive weight.
     bounded = args.correction == "bounded"
     term_weights = (1, weights.clamp(min=0), weights) if bounded else (weights, weights, weights)
+    coarsest = args.num_envs * args.num_steps[0]  # rows of the coarsest level
     if args.norm_adv == "batch":
-        batch = batch | {
-            "advantages": normalised(batch["advantages"], args.num_envs * args.num_steps[0])
-        }
-    coarsest = args.num_envs * args.num_steps[0] // args.num_minibatches  # M^1
+        batch = batch | {"advantages": normalised(batch["advantages"], coarsest)}
+    coarsest //= args.num_minibatches  # M^1
     for _ in range(args.update_epochs):
         rows = minibatches(args.num_steps, args.num_envs, args.num_minibatches, generator)
         for mb_rows in rows:  # (S,)
@@ -1849,19 +1850,21 @@ COLUMNS = (
 ).split()
 
 
+MODEL_OPTIONS = (
+    "hidden shared_net init_log_std activation layer_norm full_covariance norm_obs norm_value"
+).split()
+
+
 def make_model(args):
     """Return the Model for the env's spaces, its weights drawn from torch's global generator."""
     env = make_env(args.env, args.levels[-1])
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
     env.close()
-    names = (
-        "hidden shared_net init_log_std activation layer_norm full_covariance norm_obs norm_value"
-    )
-    model = Model(obs_dim, action_space, **{name: getattr(args, name) for name in names.split()})
+    model = Model(obs_dim, action_space, **{name: getattr(args, name) for name in MODEL_OPTIONS})
     return model.to("cpu" if args.device == "auto" else args.device)
 
 
-EVAL_SEED = 10_000
+EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every run
 
 
 def make_eval_pool(args):

@@ -26,6 +26,7 @@ SPACES = {
     "sequence": gym.spaces.Sequence(gym.spaces.Discrete(2)),
     "nested": gym.spaces.Dict({"a": gym.spaces.Sequence(gym.spaces.Box(-1, 1, (2,)))}),
     "graph": gym.spaces.Graph(gym.spaces.Box(-1, 1, (2,)), None),
+    "empty": gym.spaces.Dict({}),
 }
 
 
@@ -142,6 +143,8 @@ BAD_SPACES = {  # for both scripts
     "sequence": {"obs": "sequence"},
     "nested": {"obs": "nested"},
     "graph": {"obs": "graph"},
+    "text": {"obs": "text"},
+    "empty": {"obs": "empty"},
     "integers": {"action": "integers"},
     "many_integers": {"action": "many_integers"},
     "dict_action": {"action": "dict"},

@@ -157,7 +157,7 @@ def test_unknown_env(script, refused, env):
         assert all(name in line for name in ppo_multilevel.CASES)
 
 
-SPACE_NAMES = "Sequence Dict Graph Box Box Dict Tuple Text".split()  # of envs.BAD_SPACES
+SPACE_NAMES = "Sequence Dict Graph Text Dict Box Box Dict Tuple Text".split()  # of envs.BAD_SPACES
 
 
 @pytest.mark.parametrize("spaces, name", list(zip(envs.BAD_SPACES, SPACE_NAMES)))
@@ -169,6 +169,8 @@ def test_unsupported_spaces(script, refused, spaces, name):
         options = ["--env", f"envs:make_{spaces}", "--levels", "1", "--num-steps", "8"]
     option = "--env" if script is ppo else "--levels"
     kind = "action" if "action" in envs.BAD_SPACES[spaces] else "observation"
+    if spaces == "nested" and script is ppo:
+        name = "Sequence"  # the part of it that cannot be flattened
     refused(options, option, f"{kind} space {name}", "not supported")
 
 
@@ -258,6 +260,14 @@ def test_run_of_another_network(script, refused, run_dir, tmp_path, monkeypatch,
     options = [f"{script.__name__}.py", option, str(copy), "--hidden", "9", "--quiet"]
     monkeypatch.setattr(sys, "argv", options)
     refused(None, option, parse=lambda _: sys.exit(script.main()))
+
+
+@pytest.mark.parametrize("option", ["--resume", "--eval"])
+def test_networks_of_the_same_shapes(script, refused, run_dir, option):
+    """Options that the weights' shapes do not show: they would silently be another network."""
+    refused([option, str(run_dir), "--activation", "elu"], "--activation", "tanh")
+    other = "--no-shared-net" if script is ppo_multilevel else "--shared-net"
+    refused([option, str(run_dir), other], "--shared-net")
 
 
 def test_run_of_the_other_script(script, refused, tmp_path):

@@ -18,7 +18,7 @@ BANNER = "# --------------------------------------------------------------------
 # What has the same name as in ppo.py and differs by design; all else is the same text.
 DIFFERS = {
     "ppo_multilevel": (
-        "parse_args make_env Game Games rollout update normalised COLUMNS make_model "
+        "parse_args make_env Game Games rollout update normalised COLUMNS MODEL_OPTIONS make_model "
         "make_eval_pool make_pool train evaluate_run record_video main"
     ).split(),
 }

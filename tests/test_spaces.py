@@ -492,3 +492,9 @@ def test_taxi(tmp_path):
     history = ppo.train(parse(tmp_path, env, "--eval-every", "0")).history
     assert [row["iteration"] for row in history] == [1, 2]
     assert 0 < history[-1]["entropy"] < math.log(6)
+
+
+def test_nested_masks_are_flattened():
+    """A 2-d MultiDiscrete's own masks are tuples of tuples of flags of different lengths."""
+    mask = ((np.array([1, 0]), [1, 1, 0]), (np.array([0, 1]), (1,)))
+    assert ppo.flat(mask).tolist() == [1, 0, 1, 1, 0, 0, 1, 1]

@@ -20,7 +20,6 @@ CASES = {
         "v1-2level": "64² + 128², step, literal",
         "v1-3level": "32² + 64² + 128², step, literal",
         "v1-default": "the script's defaults",
-        "v1-default-noise": "defaults, noise",
         "v1-64": "64² only",
         "v1-32": "32² only",
         "v1-16": "16² only",

@@ -41,7 +41,6 @@ RUNS = {
     "v1-2level": V1 + LITERAL + "--levels 4 5 --num-steps 70 5 --num-iterations 300",
     "v1-3level": V1 + LITERAL + "--levels 3 4 5 --num-steps 80 10 5 --num-iterations 300",
     "v1-default": "--env ResSim-v1 --num-workers 0",
-    "v1-default-noise": "--env ResSim-v1 --num-workers 0 --coupling noise",
     "v3-64": V3 + "--levels 4 --num-steps 50",
     "v3-32": V3 + "--levels 3 --num-steps 50",
     "v3-16": V3 + "--levels 2 --num-steps 50",
