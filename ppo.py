@@ -603,27 +603,22 @@ def layer_init(layer, gain=2**0.5):
 
 
 class Categorical(nn.Module):
-    """Policy head for discrete actions: A independent choices, one logit per option.
+    """Policy head for Discrete(n): one logit per action."""
 
-    `options` has the number of options of each choice: [n] for Discrete(n), nvec for MultiDiscrete,
-    [2, 2, ...] for MultiBinary. `shape` is that of an action in the env: () for Discrete.
-    """
-
-    def __init__(self, features, options, shape=()):
+    def __init__(self, features, n):
         super().__init__()
-        self.options, self.shape, self.n = options, shape, sum(options)
-        self.logits = layer_init(nn.Linear(features, self.n), 0.01)
-        offsets = torch.tensor([0, *options[:-1]]).cumsum(0)  # of each choice's logits
-        self.register_buffer("offsets", offsets, persistent=False)
+        self.n = n
+        self.logits = layer_init(nn.Linear(features, n), 0.01)
+
+    def masked_logits(self, h, action_mask):
+        """Features (M, F), flags of allowed actions (M, n) or None → logits (M, n)."""
+        logits = self.logits(h)
+        # A probability of exactly 0; its π log π is 0 too, where −∞ would make it NaN.
+        return logits if action_mask is None else logits.where(action_mask, -1e8)
 
     def forward(self, h, action_mask=None):
-        """Features (M, F) → log-probabilities (M, n), choice after choice."""
-        logits = self.logits(h)
-        if action_mask is not None:
-            # A probability of exactly 0; its π log π is 0 too, where −∞ would make it NaN.
-            logits = logits.where(action_mask, -1e8)
-        parts = logits.split(self.options, dim=-1)
-        return torch.cat([part.log_softmax(dim=-1) for part in parts], dim=-1)
+        """Features (M, F) → log-probabilities (M, n)."""
+        return self.masked_logits(h, action_mask).log_softmax(dim=-1)
 
     def noise(self, batch, generator):
         """Standard Gumbel noise, (batch, n)."""
@@ -634,6 +629,37 @@ class Categorical(nn.Module):
         return self.mode(logp + noise)
 
     def mode(self, logp):
+        """The most probable action, (M,)."""
+        return logp.argmax(dim=-1)
+
+    def log_prob(self, logp, action):
+        """log π(a|s), (M,)."""
+        return logp.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self, logp):
+        """H = −Σ π log π, (M,)."""
+        return -(logp.exp() * logp).sum(dim=-1)
+
+
+class MultiCategorical(Categorical):
+    """Policy head for MultiDiscrete and MultiBinary: A independent choices, all logits in a row.
+
+    `options` has the number of options of each choice, for MultiBinary [2, 2, ...]; `shape` is that
+    of an action in the env.
+    """
+
+    def __init__(self, features, options, shape):
+        super().__init__(features, sum(options))
+        self.options, self.shape = options, shape
+        offsets = torch.tensor([0, *options[:-1]]).cumsum(0)  # of each choice's logits
+        self.register_buffer("offsets", offsets, persistent=False)
+
+    def forward(self, h, action_mask=None):
+        """Features (M, F) → log-probabilities (M, n), choice after choice."""
+        parts = self.masked_logits(h, action_mask).split(self.options, dim=-1)
+        return torch.cat([part.log_softmax(dim=-1) for part in parts], dim=-1)
+
+    def mode(self, logp):
         """The most probable action, (M, ...)."""
         parts = [part.argmax(dim=-1) for part in logp.split(self.options, dim=-1)]
         return torch.stack(parts, dim=-1).view(*logp.shape[:-1], *self.shape)
@@ -642,10 +668,6 @@ class Categorical(nn.Module):
         """log π(a|s), the sum over the choices, (M,)."""
         rows = action.reshape(*logp.shape[:-1], -1) + self.offsets
         return logp.gather(-1, rows).sum(dim=-1)
-
-    def entropy(self, logp):
-        """H = −Σ π log π, (M,)."""
-        return -(logp.exp() * logp).sum(dim=-1)
 
 
 class Gaussian(nn.Module):
@@ -794,8 +816,10 @@ class Model(nn.Module):
             head = FullGaussian if full_covariance else Gaussian
             n, shape = math.prod(action_space.shape), action_space.shape
             self.head = head(hidden[-1], n, init_log_std, shape)
+        elif isinstance(action_space, gym.spaces.Discrete):
+            self.head = Categorical(hidden[-1], int(action_space.n))
         else:
-            self.head = Categorical(hidden[-1], num_options(action_space), action_space.shape)
+            self.head = MultiCategorical(hidden[-1], num_options(action_space), action_space.shape)
         self.value = layer_init(nn.Linear(hidden[-1], 1), 1.0)
 
     @staticmethod
@@ -987,8 +1011,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     advantages = torch.empty_like(rewards)
     advantage = torch.zeros_like(rewards[0])
     for t in reversed(range(len(rewards))):
-        advantage = deltas[t] + decay[t] * advantage
-        advantages[t] = advantage
+        advantages[t] = advantage = deltas[t] + decay[t] * advantage
     return advantages
 
 
@@ -1054,6 +1077,8 @@ def update(model, optimizer, batch, args, generator):
                 mb["advantages"] = normalised(mb["advantages"])
             *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
             pg_loss, v_loss, entropy = [term.mean() for term in terms]
+            if not args.kl_coef:
+                logratio = logratio.detach()
             approx_kl, clipfrac = policy_change(logratio, args.clip_coef)
             # PPO, Eq. (9): loss = E[−L^CLIP + c_v ½ (V_θ − R)² − c_e H]
             loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
@@ -1064,7 +1089,7 @@ def update(model, optimizer, batch, args, generator):
             stop = args.target_kl is not None and approx_kl > args.target_kl
             if stop:
                 break
-            take_step(model, optimizer, loss, args.max_grad_norm)
+            take_step(optimizer, loss, args.max_grad_norm)
         if args.adaptive_lr:
             adapt_learning_rate(optimizer, torch.stack(kls).mean(), args.adaptive_lr)
         if stop:
@@ -1077,11 +1102,12 @@ def normalised(advantages):
     return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
 
-def take_step(model, optimizer, loss, max_grad_norm):
+def take_step(optimizer, loss, max_grad_norm):
     """Take an optimizer step down the clipped gradient of the loss."""
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=False)
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     if not torch.isfinite(norm):  # before it reaches the weights
         raise GameError(f"loss {loss.item()}, its gradient is not finite: lower the rate?")
     optimizer.step()
@@ -1307,12 +1333,28 @@ def make_model(args):
     return model.to("cpu" if args.device == "auto" else args.device)
 
 
-def make_optimizer(model, args):
-    """Return Adam, with groups for the policy and for the value function."""
+def make_optimizer(model):
+    """Return Adam with two groups, of the policy and of the value function, each one vector.
+
+    The model's parameters become views of the vectors: Adam, the gradient's norm and its clipping
+    work on two tensors instead of many small ones.
+    """
     value = [*model.value.parameters()]
     value += model.critic.parameters() if model.critic is not model.actor else []
     policy = [parameter for parameter in model.parameters() if parameter not in set(value)]
-    return torch.optim.Adam([{"params": policy}, {"params": value}], eps=1e-5, fused=True)
+    groups = [{"params": [flatten(parameters)]} for parameters in (policy, value)]
+    return torch.optim.Adam(groups, eps=1e-5, fused=True)
+
+
+def flatten(parameters):
+    """Move parameters and their gradients into one vector each. Return the vector, a Parameter."""
+    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
+    vector.grad = torch.zeros_like(vector)
+    sizes = [parameter.numel() for parameter in parameters]
+    pieces = zip(parameters, vector.detach().split(sizes), vector.grad.split(sizes), strict=True)
+    for parameter, values, gradient in pieces:
+        parameter.data, parameter.grad = values.view_as(parameter), gradient.view_as(parameter)
+    return vector
 
 
 EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every run
@@ -1347,7 +1389,7 @@ def train(args):
     torch.set_num_threads(1)  # more threads only slow a small network down
     torch.manual_seed(args.seed)
     model = make_model(args)
-    optimizer = make_optimizer(model, args)
+    optimizer = make_optimizer(model)
     generator = torch.Generator().manual_seed(args.seed)
     counters = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0}
     run_dir = Path(args.resume) if args.resume else make_run_dir(args, "ppo")

@@ -187,7 +187,7 @@ def test_explained_variance(values, expected):
 
 def test_categorical_is_torchs():
     """Log-probability, entropy and mode agree with torch.distributions."""
-    head = ppo.Categorical(5, [4])
+    head = ppo.Categorical(5, 4)
     torch.nn.init.normal_(head.logits.weight)
     h = torch.randn(6, 5)
     logp, reference = head(h), torch.distributions.Categorical(logits=head.logits(h))
@@ -212,7 +212,7 @@ def test_gaussian_is_torchs():
 
 def test_gumbel_max_frequencies():
     """Sampled actions have the policy's frequencies, to five standard errors."""
-    head, n = ppo.Categorical(2, [3]), 40_000
+    head, n = ppo.Categorical(2, 3), 40_000
     probs = torch.tensor([0.1, 0.3, 0.6])
     noise = head.noise(n, torch.Generator().manual_seed(0))
     actions = head.sample(probs.log().expand(n, 3), noise)

@@ -110,7 +110,7 @@ def test_workers_change_nothing(tmp_path, env):
 def random_head(options, shape):
     """Return a Categorical head whose policy depends on the features much, and features."""
     torch.manual_seed(0)
-    head = ppo.Categorical(5, options, shape)
+    head = ppo.MultiCategorical(5, options, shape)
     nn.init.normal_(head.logits.weight)
     nn.init.normal_(head.logits.bias)
     return head, torch.randn(50, 5)
@@ -154,7 +154,7 @@ def test_choices_with_a_time_axis():
 
 def test_joint_frequencies():
     """Joint actions have the product of the choices' probabilities, to five standard errors."""
-    head, n = ppo.Categorical(2, [3, 2, 4], (3,)), 40_000
+    head, n = ppo.MultiCategorical(2, [3, 2, 4], (3,)), 40_000
     choices = [[0.1, 0.3, 0.6], [0.25, 0.75], [0.4, 0.1, 0.3, 0.2]]
     probs = torch.tensor(np.einsum("i,j,k->ijk", *choices)).flatten()
     logp = torch.tensor(sum(choices, [])).log().expand(n, 9)
@@ -338,7 +338,7 @@ def test_all_allowed_is_no_mask():
 
 def test_forbidden_options_are_never_drawn():
     """However large their logits: probability 0, no draw; the others by their probabilities."""
-    head, n = ppo.Categorical(1, [4], ()), 40_000
+    head, n = ppo.Categorical(1, 4), 40_000
     head.logits.bias.data = torch.tensor([1000.0, -1000.0, -1000.0 + math.log(3), 1000.0])
     mask = torch.tensor([[False, True, True, False]])
     logp = head(torch.zeros(1, 1), mask)

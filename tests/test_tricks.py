@@ -474,12 +474,16 @@ def test_parameter_groups(tmp_path, shared, rnn):
     options = ["--shared-net"] if shared else []
     args = parse(tmp_path, "--layer-norm", *options, *rnn)
     model = ppo.make_model(args)
-    policy, value = ppo.make_optimizer(model, args).param_groups
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    (policy,), (value,) = [group["params"] for group in ppo.make_optimizer(model).param_groups]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert len(policy) + len(value) == sum(p.numel() for p in model.parameters())
+    policy.data[:], policy.grad[:], value.data[:], value.grad[:] = 1, 10, 2, 20
     critic = [] if shared else [*model.critic.parameters()]
-    expected = {id(parameter) for parameter in [*critic, *model.value.parameters()]}
-    assert {id(parameter) for parameter in value["params"]} == expected
-    ids = [id(parameter) for parameter in [*policy["params"], *value["params"]]]
-    assert sorted(ids) == sorted(id(parameter) for parameter in model.parameters())
+    of_value = {id(parameter) for parameter in [*critic, *model.value.parameters()]}
+    for parameter in model.parameters():  # is a view of its group's vector, and so is its gradient
+        expected = 2 if id(parameter) in of_value else 1
+        assert (parameter == expected).all() and (parameter.grad == 10 * expected).all()
 
 
 def test_value_learning_rate_is_that_of_the_value_function(tmp_path):
@@ -655,8 +659,8 @@ def sgd_step(monkeypatch, log_dir, *options):
     lively(monkeypatch)
     real = ppo.make_optimizer
 
-    def make_sgd(model, args):
-        return torch.optim.SGD([{"params": g["params"]} for g in real(model, args).param_groups], 1)
+    def make_sgd(model):
+        return torch.optim.SGD([{"params": g["params"]} for g in real(model).param_groups], 1)
 
     monkeypatch.setattr(ppo, "make_optimizer", make_sgd)
     rollouts = spy(monkeypatch, "rollout")
