@@ -932,17 +932,49 @@ def rollout(model, pool, num_steps, generator):
     Returns the buffer, tensors (T, N, ...): obs, actions, logprobs, values, next_values, rewards,
     terminated, truncated; and the (return, length) of the episodes that ended.
     """
-    arrays, episodes = pool.arrays, []
+    arrays, episodes, act = pool.arrays, [], sampler(model)
     buffer = make_buffer(model, arrays, num_steps)
     noise = make_noise(model, num_steps, len(arrays["obs"]), generator)
-    for t in range(num_steps):
-        model.act(arrays, noise[t])
+    for t, step_noise in enumerate(noise):
+        act(arrays, step_noise)
         store(buffer, t, arrays, model.stored)
         pool.call("step")
         check_finite(arrays, f"step {t}")
         store(buffer, t, arrays, STEP_RESULTS)
         episodes += ended_episodes(arrays)
     return finish(model, buffer), episodes
+
+
+def sampler(model):
+    """Return `model.act` for sampling; of a plain policy a NumPy version that does the same.
+
+    Plain is Discrete or Box with linear and tanh layers on a CPU. With 4 games and two layers of 64
+    NumPy takes 7 µs for a step and torch 31, nearly all of it overhead.
+    """
+    layers, norm = [*model.actor, *model.head.children()], model.obs_norm
+    plain = model.inputs == ("obs",) and type(model.head) in (Categorical, Gaussian)
+    plain &= all(isinstance(layer, (nn.Linear, nn.Tanh)) for layer in layers)
+    if not plain or not model.value.weight.is_cpu:
+        return model.act
+    *hidden, last = [
+        (layer.weight.detach().numpy().T, layer.bias.detach().numpy())
+        for layer in layers
+        if isinstance(layer, nn.Linear)
+    ]
+    discrete = type(model.head) is Categorical
+    sigma = None if discrete else model.head.log_std.detach().exp().numpy()
+
+    def act(arrays, noise):
+        h, noise = arrays["obs"], noise.numpy()
+        if isinstance(norm, RunningNorm):
+            h = norm(torch.from_numpy(h)).numpy()
+        for W, b in hidden:
+            h = np.tanh(h @ W + b)
+        pi = h @ last[0] + last[1]
+        actions = (pi + noise).argmax(axis=-1) if discrete else pi + sigma * noise
+        arrays["actions"][:] = actions.reshape(arrays["actions"].shape)
+
+    return act
 
 
 def make_buffer(model, arrays, num_steps):
@@ -1011,7 +1043,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     advantages = torch.empty_like(rewards)
     advantage = torch.zeros_like(rewards[0])
     for t in reversed(range(len(rewards))):
-        advantages[t] = advantage = deltas[t] + decay[t] * advantage
+        advantages[t] = advantage = torch.addcmul(deltas[t], decay[t], advantage)
     return advantages
 
 
@@ -1104,10 +1136,12 @@ def normalised(advantages):
 
 def take_step(optimizer, loss, max_grad_norm):
     """Take an optimizer step down the clipped gradient of the loss."""
-    optimizer.zero_grad(set_to_none=False)
-    loss.backward()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.zero_()  # not None: the gradient is a view of its vector, see `flatten`
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
     if not torch.isfinite(norm):  # before it reaches the weights
         raise GameError(f"loss {loss.item()}, its gradient is not finite: lower the rate?")
     optimizer.step()

@@ -1467,8 +1467,9 @@ def rollout(model, pool, level, args, generator):
     T, by_step = args.num_steps[level], level > 0 and args.coupling == "step"
     pair = [members(pool)[m] for m in ([2 * level, 2 * level - 1] if level else [0])]
     buffers, episodes = [make_buffer(model, arrays, T) for arrays in pair], []
+    act = sampler(model)
     noise = make_noise(model, T, len(pair[0]["obs"]), generator)  # both members'
-    for t in range(T):
+    for t, step_noise in enumerate(noise):
         if by_step:
             pool.call("synchronize", level)
         for m, arrays in enumerate(pair):
@@ -1476,7 +1477,7 @@ def rollout(model, pool, level, args, generator):
             if m and by_step:  # a partner takes the fine member's action
                 arrays["actions"][:] = pair[0]["actions"]
             else:
-                model.act(arrays, noise[t])
+                act(arrays, step_noise)
             store(buffers[m], t, arrays, model.stored)
         pool.call("step", level)
         for m, arrays in enumerate(pair):
@@ -1484,6 +1485,38 @@ def rollout(model, pool, level, args, generator):
             store(buffers[m], t, arrays, STEP_RESULTS)
         episodes += ended_episodes(pair[0])
     return [finish(model, buffer) for buffer in buffers], episodes
+
+
+def sampler(model):
+    """Return `model.act` for sampling; of a plain policy a NumPy version that does the same.
+
+    Plain is Discrete or Box with linear and tanh layers on a CPU. With 4 games and two layers of 64
+    NumPy takes 7 µs for a step and torch 31, nearly all of it overhead.
+    """
+    layers, norm = [*model.actor, *model.head.children()], model.obs_norm
+    plain = model.inputs == ("obs",) and type(model.head) in (Categorical, Gaussian)
+    plain &= all(isinstance(layer, (nn.Linear, nn.Tanh)) for layer in layers)
+    if not plain or not model.value.weight.is_cpu:
+        return model.act
+    *hidden, last = [
+        (layer.weight.detach().numpy().T, layer.bias.detach().numpy())
+        for layer in layers
+        if isinstance(layer, nn.Linear)
+    ]
+    discrete = type(model.head) is Categorical
+    sigma = None if discrete else model.head.log_std.detach().exp().numpy()
+
+    def act(arrays, noise):
+        h, noise = arrays["obs"], noise.numpy()
+        if isinstance(norm, RunningNorm):
+            h = norm(torch.from_numpy(h)).numpy()
+        for W, b in hidden:
+            h = np.tanh(h @ W + b)
+        pi = h @ last[0] + last[1]
+        actions = (pi + noise).argmax(axis=-1) if discrete else pi + sigma * noise
+        arrays["actions"][:] = actions.reshape(arrays["actions"].shape)
+
+    return act
 
 
 def make_buffer(model, arrays, num_steps):
@@ -1552,7 +1585,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     advantages = torch.empty_like(rewards)
     advantage = torch.zeros_like(rewards[0])
     for t in reversed(range(len(rewards))):
-        advantages[t] = advantage = deltas[t] + decay[t] * advantage
+        advantages[t] = advantage = torch.addcmul(deltas[t], decay[t], advantage)
     return advantages
 
 
@@ -1675,10 +1708,12 @@ def normalised(advantages, coarsest):
 
 def take_step(optimizer, loss, max_grad_norm):
     """Take an optimizer step down the clipped gradient of the loss."""
-    optimizer.zero_grad(set_to_none=False)
-    loss.backward()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.zero_()  # not None: the gradient is a view of its vector, see `flatten`
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
     if not torch.isfinite(norm):  # before it reaches the weights
         raise GameError(f"loss {loss.item()}, its gradient is not finite: lower the rate?")
     optimizer.step()

@@ -257,7 +257,7 @@ def test_initialisation(space, shared):
 def linear_model(action_space, init_log_std=0.0):
     """Return a model with values V(s) = 100 s_0 + s_1, the same policy in all states."""
     model = ppo.Model(2, action_space, [2], False, init_log_std)
-    model.actor = model.critic = nn.Identity()
+    model.actor = model.critic = nn.Sequential(nn.Identity())
     (layer,) = model.head.children()
     nn.init.zeros_(layer.weight)
     model.value.weight.data = torch.tensor([[100.0, 1.0]])
@@ -308,6 +308,41 @@ def test_box_actions_are_clipped_for_the_env_only():
     np.testing.assert_array_equal(received, stored.clip(-0.5, 0.5))
     expected = model.head.log_prob(torch.zeros(6, 3), buffer["actions"][:, 0])
     torch.testing.assert_close(buffer["logprobs"][:, 0], expected)
+
+
+@pytest.mark.parametrize("options", ["", "--norm-obs"])
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1", "envs_spaces:Action-matrix-v0"])
+def test_numpy_sampler_is_the_models(env, options, tmp_path):
+    """For a plain policy `sampler` gives a NumPy function with the actions of model.act."""
+    args = ppo.parse_args(["--env", env, "--log-dir", str(tmp_path), *options.split()])
+    model = ppo.make_model(args)
+    for parameter in model.head.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape)
+    if options:
+        model.obs_norm.update(torch.randn(9, *model.obs_norm.mean.shape) * 2 + 1)
+    pool = ppo.make_pool(args, np.arange(50), 0)
+    act, generator = ppo.sampler(model), torch.Generator().manual_seed(0)
+    assert act != model.act
+    for noise in ppo.make_noise(model, 5, 50, generator):
+        pool.arrays["obs"][:] = np.random.default_rng(0).normal(size=pool.arrays["obs"].shape)
+        with torch.no_grad():
+            model.act(pool.arrays, noise)
+        expected = pool.arrays["actions"].copy()
+        pool.arrays["actions"][:] = 0
+        act(pool.arrays, noise)
+        np.testing.assert_allclose(pool.arrays["actions"], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    "--activation relu,--layer-norm,--rnn gru,--env envs_spaces:Action-binary-v0,"
+    "--env Pendulum-v1 --full-covariance".split(","),
+)
+def test_sampler_of_other_policies(options, tmp_path):
+    """Whatever is not plain samples with torch."""
+    args = ppo.parse_args([*options.split(), "--log-dir", str(tmp_path)])
+    model = ppo.make_model(args)
+    assert ppo.sampler(model) == model.act
 
 
 # Update -------------------------------------------------------------------------------------------

@@ -135,6 +135,7 @@ def test_norm_obs(monkeypatch, tmp_path, rnn):
 
     monkeypatch.setattr(ppo, "make_model", hooked_model)
     monkeypatch.setattr(ppo.Model, "act", hooked_act)
+    monkeypatch.setattr(ppo, "sampler", lambda model: model.act)  # has a test of its own
     rollouts, losses = spy(monkeypatch, "rollout"), spy(monkeypatch, "losses")
     run = train(tmp_path, "--norm-obs", *rnn)
     obs = [rollout.result[0]["obs"].numpy() for rollout in rollouts]  # (T, N, D) per iteration

@@ -34,7 +34,8 @@ COLUMNS = ("case", "ours", "sb3", "ratio", "lowest", "highest", "pairs", "versio
 def ours(env, num_envs, num_steps, num_minibatches, update_epochs, total_timesteps, workers):
     """Return the steps per second of ppo.py, and its versions."""
     sys.path.insert(0, str(ROOT))
-    import torch.utils.tensorboard  # noqa: F401, imports do not count
+    import torch._dynamo  # noqa: F401, Adam and SummaryWriter import them: imports do not count
+    import torch.utils.tensorboard  # noqa: F401
 
     import ppo
 
