@@ -60,7 +60,7 @@ RUNS = {
     ),
     "Pendulum": (
         "--env Pendulum-v1 --num-envs 4 --num-steps 1024 --num-minibatches 32 --update-epochs 10 "
-        "--gamma 0.9 --learning-rate 1e-3 --ent-coef 0 --total-timesteps 500000"
+        "--gamma 0.9 --learning-rate 1e-3 --ent-coef 0 --no-clip-vloss --total-timesteps 500000"
     ),
     "Taxi": (
         "--env Taxi-v4 --num-envs 16 --learning-rate 1e-3 --norm-reward --total-timesteps 500000"
