@@ -1093,7 +1093,7 @@ def losses(model, batch, clip_coef, clip_vloss):
 
 def update(model, optimizer, batch, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
-    seen, stop, B = [], False, args.num_minibatches
+    seen, B = [], args.num_minibatches
     axis = batch["advantages"].dim() - 1  # of the rows; (T, N): a row is a game's whole sequence
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
