@@ -75,6 +75,7 @@ RUNS = {
     "CartPoleHidden": HIDDEN,
     "CartPoleHidden-gru": f"{HIDDEN} --rnn gru",
     "CartPoleHidden-lstm": f"{HIDDEN} --rnn lstm",
+    "CartPoleHidden-lstm-400k": f"{HIDDEN} --rnn lstm --total-timesteps 400000",
     "ladder-1-vpg": f"{ONE_STEP} {EPISODES} --gae-lambda 1 --no-baseline --vf-coef 0",
     "ladder-2-baseline": f"{ONE_STEP} {EPISODES} --gae-lambda 1",
     "ladder-3-one-step": f"{ONE_STEP} {FEW} --gae-lambda 0",
