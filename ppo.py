@@ -20,10 +20,10 @@ Each iteration runs the policy π_old for T steps in N games, then takes K epoch
            + β E[KL(π_old(·|s_t), π_θ(·|s_t))], with --kl-coef                       PPO, Eq. (8)
 
 r_t is the reward, r_t(θ) the probability ratio. Shapes: T steps (--num-steps), N games
-(--num-envs), B minibatches of M rows, D observation entries, A action entries (n logits), H memory
-entries of a recurrent policy (its whole state is S). Everything stored at
-index t belongs to the action taken at t: `terminated[t]` and `truncated[t]` say how that action
-ended the episode, if it did.
+(--num-envs), B minibatches of M rows, D observation entries, A action entries, n logits; H memory
+entries of a recurrent policy, S entries of its whole state. Everything stored at index t belongs to
+the action taken at t: `terminated[t]` and `truncated[t]` say how that action ended the episode, if
+it did.
 """
 
 import argparse
@@ -587,6 +587,7 @@ class WorkerPool:
 def check_finite(arrays, where):
     """Raise GameError if the games' step made an observation or reward that is no number."""
     for name in ("obs", "final_obs", "rewards"):
+        # The sum is the quick test; it may overflow where all entries are finite.
         if not math.isfinite(arrays[name].sum()) and not np.isfinite(arrays[name]).all():
             game = int(np.argwhere(~np.isfinite(arrays[name]))[0][0])
             raise GameError(f"NaN or infinity in {name} of game {game} at {where}")
@@ -948,8 +949,8 @@ def rollout(model, pool, num_steps, generator):
 def sampler(model):
     """Return `model.act` for sampling; of a plain policy a NumPy version that does the same.
 
-    Plain is Discrete or Box with linear and tanh layers on a CPU. With 4 games and two layers of 64
-    NumPy takes 7 µs for a step and torch 31, nearly all of it overhead.
+    Plain is Discrete or Box, linear and tanh layers, on a CPU. On the few rows of a step torch is
+    mostly overhead, which NumPy does not have (measured in tests/benchmarks/speed_ppo.py).
     """
     layers, norm = [*model.actor, *model.head.children()], model.obs_norm
     plain = model.inputs == ("obs",) and type(model.head) in (Categorical, Gaussian)
@@ -1115,7 +1116,8 @@ def update(model, optimizer, batch, args, generator):
             # PPO, Eq. (9): loss = E[−L^CLIP + c_v ½ (V_θ − R)² − c_e H]
             loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
             if args.kl_coef:
-                loss += args.kl_coef * approx_kl  # PPO, Eq. (8): + β KL(π_old, π_θ)
+                # PPO, Eq. (8): + β KL(π_old, π_θ)
+                loss += args.kl_coef * approx_kl
             seen.append(torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach())
             kls.append(seen[-1][3])
             stop = args.target_kl is not None and approx_kl > args.target_kl

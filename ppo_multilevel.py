@@ -1184,6 +1184,7 @@ class WorkerPool:
 def check_finite(arrays, where):
     """Raise GameError if the games' step made an observation or reward that is no number."""
     for name in ("obs", "final_obs", "rewards"):
+        # The sum is the quick test; it may overflow where all entries are finite.
         if not math.isfinite(arrays[name].sum()) and not np.isfinite(arrays[name]).all():
             game = int(np.argwhere(~np.isfinite(arrays[name]))[0][0])
             raise GameError(f"NaN or infinity in {name} of game {game} at {where}")
@@ -1490,8 +1491,8 @@ def rollout(model, pool, level, args, generator):
 def sampler(model):
     """Return `model.act` for sampling; of a plain policy a NumPy version that does the same.
 
-    Plain is Discrete or Box with linear and tanh layers on a CPU. With 4 games and two layers of 64
-    NumPy takes 7 µs for a step and torch 31, nearly all of it overhead.
+    Plain is Discrete or Box, linear and tanh layers, on a CPU. On the few rows of a step torch is
+    mostly overhead, which NumPy does not have (measured in tests/benchmarks/speed_ppo.py).
     """
     layers, norm = [*model.actor, *model.head.children()], model.obs_norm
     plain = model.inputs == ("obs",) and type(model.head) in (Categorical, Gaussian)

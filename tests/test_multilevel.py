@@ -46,12 +46,21 @@ def collect(args, seeds=None):
 
 
 @pytest.mark.parametrize("num_workers", ["0", "2"])
-def test_one_level_is_ppo_bit_for_bit(tmp_path, num_workers):
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "--norm-obs --norm-value --norm-adv batch --no-shared-net",
+        "--full-covariance --activation elu --layer-norm --norm-value",
+    ],
+)
+def test_one_level_is_ppo_bit_for_bit(tmp_path, num_workers, options):
     """L = 1 gives the parameters of ppo.py on the same simulation after several updates."""
     if "OneLevel-v0" not in gym.registry:
         kwargs = {"case": "ResSim-v1", "level": 2}
         gym.register("OneLevel-v0", entry_point=ml.ResSim, kwargs=kwargs)
     common = [*SMALL, "--log-dir", str(tmp_path), "--num-workers", num_workers, "--num-steps", "7"]
+    common += options.split()
     single = ppo.train(ppo.parse_args(["--env", "OneLevel-v0", *common]))
     multi = ml.train(ml.parse_args(["--env", "ResSim-v1", "--levels", "2", *common]))
     expected, actual = single.model.state_dict(), multi.model.state_dict()
@@ -450,6 +459,14 @@ def test_any_number_of_workers_gives_the_same_parameters(tmp_path):
             assert torch.equal(value, other.model.state_dict()[name]), name
         returns = [[row["eval_return"] for row in run.history] for run in (runs[0], other)]
         assert returns[0] == returns[1]
+
+
+def test_running_statistics_are_of_own_rows(tmp_path):
+    """Observations: all levels' own rows, no partners'; value targets: the coarsest level's."""
+    model = small_run(tmp_path, "--norm-obs", "--norm-value", "--num-workers", "0").model
+    assert model.obs_norm.count == 3 * 6 * (10 + 5 + 5)  # iterations, actors, steps
+    assert model.value_norm.count == 3 * 6 * 10
+    assert (model.obs_norm.var != 1).any() and model.value_norm.var != 1
 
 
 @pytest.mark.parametrize("spaces", envs.SIMPLE_SPACES)

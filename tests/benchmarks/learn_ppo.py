@@ -15,6 +15,7 @@ import concurrent.futures
 import csv
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -121,7 +122,7 @@ def summarise(run_dir):
         "eval_return": mean,
         "eval_sd": sd,
         "wall_seconds": f"{float(last['wall_seconds']):.1f}",
-        "command": f"python ppo.py {RUNS[name]} --seed {seed}",
+        "command": "python ppo.py " + shlex.join(config["command"][1:-5]),
         "versions": json.dumps(config["versions"]),
     }
 

@@ -22,16 +22,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "speed_ppo.csv"
 
-# env, num_envs, num_steps, num_minibatches, update_epochs, total_timesteps, workers (ours)
+# env, num_envs, num_steps, num_minibatches, update_epochs, total_timesteps; of ours only: number of
+# workers, whether rollouts run the policy in NumPy
 CASES = {
-    "CartPole-v1": ("CartPole-v1", 4, 128, 4, 4, 100_000, 0),
-    "HalfCheetah-v5": ("HalfCheetah-v5", 8, 2048, 32, 10, 98_304, 0),
-    "HalfCheetah-v5, 2 workers": ("HalfCheetah-v5", 8, 2048, 32, 10, 98_304, 2),
+    "CartPole-v1": ("CartPole-v1", 4, 128, 4, 4, 100_000, 0, True),
+    "CartPole-v1, policy in torch": ("CartPole-v1", 4, 128, 4, 4, 100_000, 0, False),
+    "HalfCheetah-v5": ("HalfCheetah-v5", 8, 2048, 32, 10, 98_304, 0, True),
+    "HalfCheetah-v5, 2 workers": ("HalfCheetah-v5", 8, 2048, 32, 10, 98_304, 2, True),
 }
 COLUMNS = ("case", "ours", "sb3", "ratio", "lowest", "highest", "pairs", "versions")
 
 
-def ours(env, num_envs, num_steps, num_minibatches, update_epochs, total_timesteps, workers):
+def ours(env, num_envs, num_steps, num_minibatches, update_epochs, total_timesteps, workers, fast):
     """Return the steps per second of ppo.py, and its versions."""
     sys.path.insert(0, str(ROOT))
     import torch._dynamo  # noqa: F401, Adam and SummaryWriter import them: imports do not count
@@ -39,6 +41,8 @@ def ours(env, num_envs, num_steps, num_minibatches, update_epochs, total_timeste
 
     import ppo
 
+    if not fast:
+        ppo.sampler = lambda model: model.act
     options = f"--env {env} --num-envs {num_envs} --num-steps {num_steps} --quiet "
     options += f"--num-minibatches {num_minibatches} --update-epochs {update_epochs} "
     options += f"--total-timesteps {total_timesteps} --num-workers {workers}"
@@ -49,7 +53,7 @@ def ours(env, num_envs, num_steps, num_minibatches, update_epochs, total_timeste
     return run.history[-1]["global_step"] / (time.perf_counter() - started), ppo.versions()
 
 
-def sb3(env, num_envs, num_steps, num_minibatches, update_epochs, total_timesteps, _):
+def sb3(env, num_envs, num_steps, num_minibatches, update_epochs, total_timesteps, *_):
     """Return the steps per second of Stable-Baselines3 with the same numbers, and its version."""
     import stable_baselines3
     import torch
