@@ -1437,7 +1437,8 @@ def train(args):
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         pool = stack.enter_context(closing(make_pool(args, seeds, args.num_workers)))
-        eval_pool = stack.enter_context(closing(make_eval_pool(args)))
+        if args.eval_every:
+            eval_pool = stack.enter_context(closing(make_eval_pool(args)))
         steps = counters["iteration"], counters["global_step"] + 1
         logger = stack.enter_context(closing(Logger(run_dir, args, COLUMNS, *steps)))
         save = functools.partial(save_checkpoint, run_dir, model, optimizer, generator, counters)

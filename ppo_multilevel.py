@@ -1,6 +1,6 @@
 """Multilevel PPO: policy optimisation for expensive simulations that exist on several grids.
 
-    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, about ten minutes
+    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, eight minutes
     python ppo_multilevel.py --env ResSim-v1 --levels 5 --num-steps 50   # finest grid only: PPO
     python ppo_multilevel.py --env my_simulation.py:make --levels 1 2 --num-steps 40 10
     tensorboard --logdir runs
