@@ -84,8 +84,12 @@ def number(kind, low=-math.inf, high=math.inf, open_low=False):
     return parse
 
 
-def add_option(group, name, kind, default, text, **more):
-    """Add an option to a parser's group; the kind is an argparse type, or bool for --x, --no-x."""
+def add_option(group, name, kind, default, text, own=None, **more):
+    """Add an option to a parser's group; the kind is an argparse type, or bool for --x, --no-x.
+
+    `own` are defaults of the script's own, {name: default}.
+    """
+    default = (own or {}).get(name[2:].replace("-", "_"), default)
     more |= {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
     default_text = "" if default is None or kind is bool and not default else " (%(default)s)"
     group.add_argument(name, default=default, help=text + default_text, **more)
@@ -94,11 +98,10 @@ def add_option(group, name, kind, default, text, **more):
 def add_common_arguments(parser, **defaults):
     """Add the options that all scripts of the family share, with a script's own `defaults`."""
     count, positive, coefficient = number(int, 1), number(float, 0, open_low=True), number(float, 0)
-    natural, fraction, real = number(int, 0), number(float, 0, 1), number(float)
+    natural, fraction = number(int, 0), number(float, 0, 1)
 
-    def option(name, kind, default, text, **more):
-        default = defaults.get(name[2:].replace("-", "_"), default)
-        add_option(group, name, kind, default, text, **more)
+    def option(*arguments, **more):
+        add_option(group, *arguments, own=defaults, **more)
 
     group = parser.add_argument_group("run")
     option("--seed", number(int, 0, 2**63 - 1), 1, "seed of all generators")
@@ -120,16 +123,6 @@ def add_common_arguments(parser, **defaults):
     option("--total-timesteps", count, None, "length of the run in steps of all games together")
     option("--num-iterations", count, None, "length of the run in iterations")
 
-    group = parser.add_argument_group("network")
-    option("--hidden", count, [64, 64], "widths of the hidden layers", nargs="+")
-    option("--activation", str, "tanh", "of the hidden layers", choices=sorted(ACTIVATIONS))
-    option("--layer-norm", bool, False, "LayerNorm before every activation")
-    option("--shared-net", bool, False, "policy and value function share the hidden layers")
-    option("--init-log-std", real, 0.0, "log σ of a Gaussian policy at the start; -3 to 0 usual")
-    option("--full-covariance", bool, False, "Gaussian policy with correlated action entries")
-    option("--norm-obs", bool, False, "observations become (s − μ) / σ, running, cut at ±10")
-    option("--norm-value", bool, False, "value targets become (R − μ) / σ, running (PopArt)")
-
     group = parser.add_argument_group("PPO")
     option("--learning-rate", positive, 2.5e-4, "Adam's step size; 1e-5 to 1e-3 usual")
     option("--anneal-lr", bool, True, "lower the learning rate linearly to 0 over the run")
@@ -147,11 +140,27 @@ def add_common_arguments(parser, **defaults):
     option("--target-kl", positive, None, "end an update when KL(π_old, π) is above; 0.01 to 0.05")
 
 
+def add_network_arguments(parser, **defaults):
+    """Add the options of networks that see vectors, with a script's own `defaults`."""
+    group = parser.add_argument_group("network")
+    option = functools.partial(add_option, group, own=defaults)
+    count, real = number(int, 1), number(float)
+    option("--hidden", count, [64, 64], "widths of the hidden layers", nargs="+")
+    option("--activation", str, "tanh", "of the hidden layers", choices=sorted(ACTIVATIONS))
+    option("--layer-norm", bool, False, "LayerNorm before every activation")
+    option("--shared-net", bool, False, "policy and value function share the hidden layers")
+    option("--init-log-std", real, 0.0, "log σ of a Gaussian policy at the start; -3 to 0 usual")
+    option("--full-covariance", bool, False, "Gaussian policy with correlated action entries")
+    option("--norm-obs", bool, False, "observations become (s − μ) / σ, running, cut at ±10")
+    option("--norm-value", bool, False, "value targets become (R − μ) / σ, running (PopArt)")
+
+
 def parse_args(argv=None):
     """Parse and check the command line (default: the program's)."""
     parser = Parser("ppo.py", description="PPO for Gymnasium envs, observations as vectors.")
     parser.add_argument("--env", default="CartPole-v1", help="Gymnasium id, or module:id")
     add_common_arguments(parser)
+    add_network_arguments(parser)
     steps_help = "T, steps per game and iteration; 128 to 2048 usual (%(default)s)"
     parser.add_argument("--num-steps", type=number(int, 1), default=128, help=steps_help)
     add_trick_arguments(parser)
@@ -215,7 +224,7 @@ def parse_with_run(parser, argv):
         parser.set_defaults(**options)
         given = parser.parse_args(argv)
         for name in ("shared_net", "activation"):  # the weights' shapes do not show these
-            if getattr(given, name) != options[name]:
+            if getattr(given, name, None) != options.get(name):
                 parser.error(f"argument --{name.replace('_', '-')}: the run has {options[name]}")
         if given.total_timesteps != options["total_timesteps"]:
             given.num_iterations = None  # that of the run followed from its --total-timesteps
