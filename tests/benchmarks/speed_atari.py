@@ -1,0 +1,125 @@
+"""Steps per second of ppo_atari.py and of Stable-Baselines3's PPO, in results/speed_atari.csv.
+
+    pip install stable-baselines3
+    python tests/benchmarks/speed_atari.py
+
+Breakout, 8 games × 128 steps, 4 epochs × 4 minibatches, both with the same numbers and all cores.
+They run in turn, each run in a process of its own. A row has the median of both in steps per second
+over the whole training (games, policy, update, logging; neither start nor compilation: the first
+iterations do not count), and the median, lowest and highest ratio of a pair of runs.
+"""
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).parent / "results" / "speed_atari.csv"
+
+# Options of ours, Stable-Baselines3's vectorised env.
+CASES = {
+    "default": ("", "SubprocVecEnv"),
+    "fp32": ("--precision fp32", "SubprocVecEnv"),
+    "default, games in one process": ("--num-workers 0", "DummyVecEnv"),
+    "bf16, compiled": ("--precision bf16 --compile", "SubprocVecEnv"),
+}
+WARM_UP, ITERATIONS = 3, 20
+COLUMNS = ("case", "ours", "sb3", "ratio", "lowest", "highest", "pairs", "precision", "versions")
+
+
+def ours(options, _):
+    """Return the steps per second of ppo_atari.py, and the versions."""
+    sys.path.insert(0, str(ROOT))
+    import ppo_atari
+
+    with tempfile.TemporaryDirectory() as folder:
+        options += f" --env Breakout --num-iterations {WARM_UP + ITERATIONS} --quiet"
+        args = ppo_atari.parse_args([*options.split(), "--log-dir", folder])
+        started, write = [], ppo_atari.Logger.write
+
+        def timed_write(logger, row):
+            write(logger, row)
+            if row["iteration"] == WARM_UP:
+                started.append(time.perf_counter())
+
+        ppo_atari.Logger.write = timed_write
+        run = ppo_atari.train(args)
+        seconds = time.perf_counter() - started[0]
+    precision = "bf16" if run.model.bf16 else "fp32"
+    return ITERATIONS * 1024 / seconds, ppo_atari.versions() | {"precision": precision}
+
+
+def sb3(_, vec_env):
+    """Return the steps per second of Stable-Baselines3 with the same numbers, and its version."""
+    import stable_baselines3
+    from stable_baselines3.common import vec_env as vec_envs
+    from stable_baselines3.common.env_util import make_atari_env
+
+    env = make_atari_env(
+        "ale_py:BreakoutNoFrameskip-v4", 8, seed=1, vec_env_cls=getattr(vec_envs, vec_env)
+    )
+    model = stable_baselines3.PPO(
+        "CnnPolicy",
+        vec_envs.VecFrameStack(env, 4),
+        n_steps=128,
+        batch_size=256,
+        n_epochs=4,
+        learning_rate=2.5e-4,
+        clip_range=0.1,
+        clip_range_vf=0.1,
+        ent_coef=0.01,
+        vf_coef=0.5,
+        device="cpu",
+        seed=1,
+    )
+    model.learn(WARM_UP * 1024)
+    started = time.perf_counter()
+    model.learn(ITERATIONS * 1024, reset_num_timesteps=False)
+    seconds = time.perf_counter() - started
+    env.close()
+    return ITERATIONS * 1024 / seconds, {"stable_baselines3": stable_baselines3.__version__}
+
+
+def measure(who, case):
+    """Return what `who` returns for a case, in a process of its own."""
+    call = [sys.executable, "-W", "ignore", __file__, "--only", who, case]
+    done = subprocess.run(call, env=os.environ, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main():
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=3, help="runs of each of the two per case")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.only:
+        who, case = args.only
+        print(json.dumps({"ours": ours, "sb3": sb3}[who](*CASES[case])))
+        return
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for case in args.cases:
+            pairs = [[measure(who, case) for who in ("ours", "sb3")] for _ in range(args.pairs)]
+            ratios = [mine[0] / peers[0] for mine, peers in pairs]
+            row = {"case": case, "pairs": args.pairs, "ratio": f"{statistics.median(ratios):.2f}"}
+            row |= {"lowest": f"{min(ratios):.2f}", "highest": f"{max(ratios):.2f}"}
+            for i, who in enumerate(("ours", "sb3")):
+                row[who] = round(statistics.median(pair[i][0] for pair in pairs))
+            row["precision"] = pairs[0][0][1].pop("precision")
+            row["versions"] = json.dumps(pairs[0][0][1] | pairs[0][1][1])
+            writer.writerow(row)
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
