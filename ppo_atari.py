@@ -1145,7 +1145,7 @@ def make_pool(args, seeds, num_workers, model=None, num_steps=0, **options):
 
 
 def keep_freed_memory():
-    """Have glibc keep what is freed: new pages for every minibatch cost 20 % of an update's time."""
+    """Have glibc keep what is freed: new pages for every minibatch make updates 20 % slower."""
     if platform.libc_ver()[0] == "glibc":
         mallopt, M_TRIM_THRESHOLD, M_MMAP_MAX = ctypes.CDLL(None).mallopt, -1, -4
         mallopt(M_MMAP_MAX, 0)
