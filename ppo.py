@@ -105,7 +105,8 @@ def add_common_arguments(parser, **defaults):
 
     group = parser.add_argument_group("run")
     option("--seed", number(int, 0, 2**63 - 1), 1, "seed of all generators")
-    option("--device", str, "auto", "auto, cpu, cuda or mps; auto is cpu, best for small networks")
+    text = "auto, cpu, cuda or mps; auto: cpu, best for small networks; Atari: cuda if there is one"
+    option("--device", str, "auto", text)
     option("--num-workers", natural, 0, "processes that step the games; 0: step them in this one")
     option("--log-dir", str, "runs", "folder that receives the run's own folder")
     option("--run-name", str, None, "name of the run's folder; default env__script__seed__time")

@@ -1,6 +1,6 @@
 """PPO for Atari games: pictures, a convolutional network, games played in worker processes.
 
-    python ppo_atari.py --env Breakout                     # train, 10M steps
+    python ppo_atari.py --env Breakout                     # 10M steps, four hours on 2 cores
     python ppo_atari.py --env Pong --total-timesteps 3000000
     python ppo_atari.py --eval runs/Pong__ppo_atari__1__<time> --video
     tensorboard --logdir runs
@@ -110,7 +110,8 @@ def add_common_arguments(parser, **defaults):
 
     group = parser.add_argument_group("run")
     option("--seed", number(int, 0, 2**63 - 1), 1, "seed of all generators")
-    option("--device", str, "auto", "auto, cpu, cuda or mps; auto is cpu, best for small networks")
+    text = "auto, cpu, cuda or mps; auto: cpu, best for small networks; Atari: cuda if there is one"
+    option("--device", str, "auto", text)
     option("--num-workers", natural, 0, "processes that step the games; 0: step them in this one")
     option("--log-dir", str, "runs", "folder that receives the run's own folder")
     option("--run-name", str, None, "name of the run's folder; default env__script__seed__time")
@@ -360,7 +361,8 @@ class Game:
         self.env.reset(seed=seed)
         noops = self.env.unwrapped.np_random.integers(self.noop_max) + 1 if self.noop_max else 0
         for _ in range(noops):
-            _, _, terminated, truncated, _ = self.env.step(0)
+            _, reward, terminated, truncated, _ = self.env.step(0)
+            self.score += reward
             if terminated or truncated:
                 self.env.reset()
         self.game_over, self.lives = False, self.ale.lives()
@@ -1144,6 +1146,13 @@ def make_pool(args, seeds, num_workers, model=None, num_steps=0, **options):
     return WorkerPool(games, layout, len(seeds), num_workers)
 
 
+def settings(args, model):
+    """Return the line that a run starts with: what is played, and how."""
+    shown = {name: getattr(args, name) for name in (*GAME_OPTIONS, "num_workers")}
+    shown["precision"] = "bf16" if model.bf16 else "fp32"
+    return f"{args.env}: " + ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
 def keep_freed_memory():
     """Have glibc keep what is freed: new pages for every minibatch make updates 20 % slower."""
     if platform.libc_ver()[0] == "glibc":
@@ -1175,7 +1184,8 @@ def train(args):
     recent = deque(maxlen=100)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        pool = make_pool(args, seeds, args.num_workers, model, args.num_steps)
+        player = model if model.value.weight.is_cpu else None
+        pool = make_pool(args, seeds, args.num_workers, player, args.num_steps)
         stack.enter_context(closing(pool))
         if args.eval_every:
             eval_pool = stack.enter_context(closing(make_eval_pool(args)))
@@ -1186,6 +1196,8 @@ def train(args):
         logger = stack.enter_context(closing(Logger(run_dir, args, COLUMNS, *steps)))
         save = functools.partial(save_checkpoint, run_dir, model, optimizer, generator, counters)
         stack.enter_context(saved_at_the_end(save))
+        if not args.quiet:
+            print(settings(args, model), flush=True)
         pool.call("reset")
         if args.eval_every and counters["iteration"] == 0:
             logger.write(

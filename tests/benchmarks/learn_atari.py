@@ -1,0 +1,125 @@
+"""Learning runs of ppo_atari.py, recorded for the README.
+
+    python tests/benchmarks/learn_atari.py                       # all of them: more than a day
+    python tests/benchmarks/learn_atari.py --runs Pong --seeds 1
+    python tests/benchmarks/learn_atari.py --collect             # only record finished runs, draw
+
+Every run has all cores. results/atari.csv gets a row per run: the command, the mean true score of
+the last 100 training games and the step at which it first reached 18, seconds, versions;
+results/atari/<run>__<seed>.csv its curve, results/atari.png all curves. Rows of runs that are not
+in RUNS_DIR stay.
+"""
+
+import argparse
+import csv
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNS_DIR = Path(os.environ.get("RUNS_DIR", ROOT / "runs" / "learn_atari"))
+RESULTS = Path(__file__).parent / "results"
+RUNS = {
+    "Pong": "--env Pong --total-timesteps 3000000",
+    "Breakout": "--env Breakout --total-timesteps 10000000",
+    "Breakout-1M-bf16": "--env Breakout --total-timesteps 1000000 --precision bf16",
+    "Breakout-1M-fp32": "--env Breakout --total-timesteps 1000000 --precision fp32",
+}
+COLUMNS = "run seed steps episodic_return steps_to_18 wall_seconds command versions".split()
+CURVE = ("global_step", "wall_seconds", "episodic_return")
+POINTS = 100
+
+
+def run(name, seed):
+    """Train."""
+    script = [sys.executable, "-W", "ignore", str(ROOT / "ppo_atari.py")]
+    where = ["--log-dir", str(RUNS_DIR), "--run-name", f"{name}__{seed}", "--quiet"]
+    subprocess.run([*script, *RUNS[name].split(), "--seed", str(seed), *where], check=True)
+
+
+def record(run_dir):
+    """Return a finished run's row of results/atari.csv; write its curve."""
+    with (run_dir / "progress.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    with (RESULTS / "atari" / f"{run_dir.name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, CURVE, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows[i] for i in np.linspace(0, len(rows) - 1, POINTS).round().astype(int))
+    config, last = json.loads((run_dir / "config.json").read_text()), rows[-1]
+    command = config["command"]
+    name, seed = run_dir.name.rsplit("__", 1)
+    reached = [row["global_step"] for row in rows if float(row["episodic_return"]) >= 18]
+    return {
+        "run": name,
+        "seed": seed,
+        "steps": last["global_step"],
+        "episodic_return": f"{float(last['episodic_return']):.2f}",
+        "steps_to_18": reached[0] if reached else "",
+        "wall_seconds": f"{float(last['wall_seconds']):.0f}",
+        "command": "python ppo_atari.py " + shlex.join(command[1 : command.index("--log-dir")]),
+        "versions": json.dumps(config["versions"]),
+    }
+
+
+def collect():
+    """Write the rows of the finished runs to results/atari.csv, beside those of other runs."""
+    (RESULTS / "atari").mkdir(exist_ok=True)
+    path, rows = RESULTS / "atari.csv", {}
+    if path.exists():
+        with path.open() as file:
+            rows = {(row["run"], row["seed"]): row for row in csv.DictReader(file)}
+    for checkpoint in RUNS_DIR.glob("*/checkpoint.pt"):
+        row = record(checkpoint.parent)
+        rows[row["run"], row["seed"]] = row
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows[key] for key in sorted(rows))
+
+
+def draw():
+    """Draw the curves of all recorded runs, a panel for each group: results/atari.png."""
+    groups = {"Pong": ["Pong"], "Breakout": ["Breakout"]}
+    groups["Breakout, 1M steps"] = ["Breakout-1M-bf16", "Breakout-1M-fp32"]
+    figure, axes = plt.subplots(1, len(groups), figsize=(13, 4))
+    for panel, (title, names) in zip(axes, groups.items(), strict=True):
+        for color, name in enumerate(names):
+            for i, path in enumerate(sorted((RESULTS / "atari").glob(f"{name}__*.csv"))):
+                with path.open() as file:
+                    rows = [(r["global_step"], r["episodic_return"]) for r in csv.DictReader(file)]
+                steps, returns = np.array(rows, dtype=float).T
+                panel.plot(steps / 1e6, returns, f"C{color}", label=name if i == 0 else None)
+        panel.set(title=title, xlabel="steps [millions]", ylabel="score of the last 100 games")
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.tight_layout()
+    figure.savefig(RESULTS / "atari.png", dpi=110)
+
+
+def main():
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--collect", action="store_true", help="only record finished runs, draw")
+    args = parser.parse_args()
+    if not args.collect:
+        for name in args.runs:
+            for seed in args.seeds:
+                run(name, seed)
+    collect()
+    draw()
+
+
+if __name__ == "__main__":
+    main()
