@@ -698,14 +698,17 @@ class Model(nn.Module):
             h = self.actor(x.to(torch.bfloat16 if self.bf16 else torch.float32) / 255)
         return h.float().view(*obs.shape[:-3], -1)
 
-    def autocast(self):
+    def autocast(self, enabled=True):
         """Return the context in which layers compute in bfloat16, if so; it casts weights once."""
-        return torch.autocast(self.value.weight.device.type, torch.bfloat16, enabled=self.bf16)
+        device_type, enabled = self.value.weight.device.type, enabled and self.bf16
+        return torch.autocast(device_type, torch.bfloat16, enabled=enabled)
 
     def act(self, arrays, noise=None):
         """Set actions for what the games show: samples from noise (N, n), else the mode."""
         (obs,) = to_tensors(arrays, self.inputs, self.value.weight.device)
-        pi = self.head(self.features(obs))
+        h = self.features(obs)
+        with self.autocast(enabled=False):  # float32 for the head, in `play_steps` too
+            pi = self.head(h)
         actions = self.head.mode(pi) if noise is None else self.head.sample(pi, noise)
         arrays["actions"][:] = actions.cpu().numpy()
 

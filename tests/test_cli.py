@@ -1,38 +1,65 @@
 """Bad input ends in one line that names the option and in exit code 2, never in a traceback."""
 
+import functools
 import json
+import os
 import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import envs
 import pytest
 import torch
 
 import ppo
+import ppo_atari
 import ppo_multilevel
 
-SCRIPTS = [ppo, ppo_multilevel]
+SCRIPTS = [ppo, ppo_atari, ppo_multilevel]
 GOOD = {
-    ppo: "--num-envs 2 --num-steps 8".split(),
-    ppo_multilevel: "--env envs:make --levels 1 2 --num-steps 8 4 --num-envs 2".split(),
+    ppo: "--num-envs 2 --num-steps 8 --hidden 8".split(),
+    ppo_atari: "--num-envs 2 --num-steps 8".split(),
+    ppo_multilevel: "--env envs:make --levels 1 2 --num-steps 8 4 --num-envs 2 --hidden 8".split(),
 }
-TINY = "--num-minibatches 2 --update-epochs 1 --hidden 8 --num-iterations 1 --quiet".split()
+OTHER_NETWORK = {
+    ppo: ["--hidden", "9"],
+    ppo_atari: ["--full-action-space"],
+    ppo_multilevel: ["--hidden", "9"],
+}
+TINY = "--num-minibatches 2 --update-epochs 1 --num-iterations 1 --quiet".split()
 TINY += "--num-workers 0 --eval-every 0 --eval-episodes 1".split()
 
 # Numeric options that may be 0, below 0, and those that may not be above 1.
 COMMON_ZERO = (
-    "--seed --num-workers --eval-every --save-every --gamma --gae-lambda --ent-coef --vf-coef "
-    "--init-log-std"
+    "--seed --num-workers --eval-every --save-every --gamma --gae-lambda --ent-coef --vf-coef"
 ).split()
-ZERO = {ppo: [*COMMON_ZERO, "--kl-coef"], ppo_multilevel: COMMON_ZERO}
+ZERO = {
+    ppo: [*COMMON_ZERO, "--init-log-std", "--kl-coef"],
+    ppo_atari: [*COMMON_ZERO, "--sticky-actions", "--noop-max"],
+    ppo_multilevel: [*COMMON_ZERO, "--init-log-std"],
+}
 NEGATIVE = ["--init-log-std"]
-FRACTIONS = ["--gamma", "--gae-lambda"]
+FRACTIONS = ["--gamma", "--gae-lambda", "--sticky-actions"]
+CHOICES = {
+    ppo: ["--norm-adv", "--activation"],
+    ppo_atari: ["--norm-adv", "--precision"],
+    ppo_multilevel: ["--norm-adv", "--activation"],
+}
+
+
+def only(*scripts):
+    """Mark a test that makes sense for some scripts only."""
+    names = [script.__name__ for script in scripts]
+    return pytest.mark.parametrize("script", scripts, ids=names, indirect=True)
 
 
 @pytest.fixture(autouse=True)
 def in_tmp_path(monkeypatch, tmp_path):
-    """Run in an empty folder: --log-dir is runs by default."""
+    """Run in an empty folder: --log-dir is runs by default. Copied checkpoints take 20 MB."""
     monkeypatch.chdir(tmp_path)
+    yield
+    shutil.rmtree(tmp_path, ignore_errors=True)
 
 
 @pytest.fixture(scope="module", params=SCRIPTS, ids=lambda script: script.__name__)
@@ -61,10 +88,21 @@ def refused(script, capsys):
 
 
 @pytest.fixture(scope="module")
-def run_dir(script, tmp_path_factory):
-    """The folder of a finished run."""
-    options = [*GOOD[script], *TINY, "--log-dir", str(tmp_path_factory.mktemp("runs"))]
-    return script.train(script.parse_args(options)).run_dir
+def finished_run(tmp_path_factory):
+    """Return a function: script → the folder of its finished run, the same at every call."""
+
+    @functools.cache
+    def run(script):
+        options = [*GOOD[script], *TINY, "--log-dir", str(tmp_path_factory.mktemp("runs"))]
+        return script.train(script.parse_args(options)).run_dir
+
+    return run
+
+
+@pytest.fixture
+def run_dir(script, finished_run):
+    """The folder of a finished run of the script."""
+    return finished_run(script)
 
 
 def numeric_options(script):
@@ -85,6 +123,7 @@ def test_numeric_options(script, refused):
     """Every numeric option refuses text, NaN, infinity and numbers outside its range."""
     options = numeric_options(script)
     assert len(options) > 20 and set(ZERO[script]) <= set(options)
+    assert ("--frameskip" in options) == (script is ppo_atari)
     for name, kind in options.items():
         bad = ["x", "", "nan", "inf", "1,5"]
         bad += ["0"] if name not in ZERO[script] else []
@@ -127,10 +166,10 @@ def test_rollout_of_one_row(script, refused):
     script.parse_args([*options, "--norm-adv", "off"])
 
 
-@pytest.mark.parametrize("name", ["--norm-adv", "--activation"])
-def test_choices(refused, name):
+def test_choices(script, refused):
     """A word that is none of an option's choices; the line says what there is."""
-    refused([name, "nonsense"], name, "nonsense", "choose from")
+    for name in CHOICES[script]:
+        refused([name, "nonsense"], name, "nonsense", "choose from")
 
 
 @pytest.mark.parametrize("options", ["--nonsense 1", "--learn 1", "--seed", "stray"])
@@ -152,7 +191,7 @@ def test_exclusive_options(refused):
 def test_unknown_env(script, refused, env):
     """An env that is not there; ppo_multilevel.py names those that are."""
     options = ["--levels", "1", "--num-steps", "8", "--env", env]
-    line = refused(options[4:] if script is ppo else options, "--env")
+    line = refused(options if script is ppo_multilevel else options[4:], "--env")
     if script is ppo_multilevel and env != "nope:Nonsense-v0":
         assert all(name in line for name in ppo_multilevel.CASES)
 
@@ -160,6 +199,7 @@ def test_unknown_env(script, refused, env):
 SPACE_NAMES = "Sequence Dict Graph Text Dict Box Box Dict Tuple Text".split()  # of envs.BAD_SPACES
 
 
+@only(ppo, ppo_multilevel)
 @pytest.mark.parametrize("spaces, name", list(zip(envs.BAD_SPACES, SPACE_NAMES)))
 def test_unsupported_spaces(script, refused, spaces, name):
     """Spaces that the model does not know are refused and named."""
@@ -257,11 +297,12 @@ def test_run_with_a_damaged_config(refused, run_dir, tmp_path, config):
 def test_run_of_another_network(script, refused, run_dir, tmp_path, monkeypatch, option):
     """Options beside --resume or --eval that do not fit the checkpoint."""
     copy = shutil.copytree(run_dir, tmp_path / "copy")
-    options = [f"{script.__name__}.py", option, str(copy), "--hidden", "9", "--quiet"]
-    monkeypatch.setattr(sys, "argv", options)
+    options = [f"{script.__name__}.py", option, str(copy), *OTHER_NETWORK[script]]
+    monkeypatch.setattr(sys, "argv", [*options, "--quiet"])
     refused(None, option, parse=lambda _: sys.exit(script.main()))
 
 
+@only(ppo, ppo_multilevel)
 @pytest.mark.parametrize("option", ["--resume", "--eval"])
 def test_networks_of_the_same_shapes(script, refused, run_dir, option):
     """Options that the weights' shapes do not show: they would silently be another network."""
@@ -270,12 +311,14 @@ def test_networks_of_the_same_shapes(script, refused, run_dir, option):
     refused([option, str(run_dir), other], "--shared-net")
 
 
-def test_run_of_the_other_script(script, refused, tmp_path):
-    """A run of one script is no run of the other."""
-    other = ppo if script is ppo_multilevel else ppo_multilevel
-    options = [*GOOD[other], *TINY, "--log-dir", str(tmp_path)]
-    run_dir = other.train(other.parse_args(options)).run_dir
-    refused(["--resume", str(run_dir)])
+@pytest.mark.parametrize("other", SCRIPTS, ids=lambda script: script.__name__)
+def test_run_of_another_script(script, refused, finished_run, other):
+    """A run of one script is no run of another, also if the env is named again."""
+    if other is script:
+        pytest.skip("the same script")
+    names = {ppo: "CartPole-v1", ppo_atari: "Breakout", ppo_multilevel: "envs:make"}
+    for env in ([], ["--env", names[script]]):
+        refused(["--resume", str(finished_run(other)), *env])
 
 
 def test_eval_writes_nothing_but_its_answer(script, run_dir, tmp_path, capsys):
@@ -290,7 +333,8 @@ def test_eval_writes_nothing_but_its_answer(script, run_dir, tmp_path, capsys):
 def test_config_holds_what_was_given(script, run_dir):
     """The options of config.json give the same run again."""
     options = json.loads((run_dir / "config.json").read_text())["options"]
-    assert options["num_envs"] == 2 and options["hidden"] == [8] and options["num_iterations"] == 1
+    assert options["num_envs"] == 2 and options["num_iterations"] == 1
+    assert script is ppo_atari or options["hidden"] == [8]
     args = script.parse_args(["--resume", str(run_dir)])
     again = vars(args) | {"resume": None, "log_dir": options["log_dir"], "quiet": True}
     assert again == options
@@ -303,6 +347,8 @@ def test_video_of_an_env_without_pictures(script, run_dir, tmp_path, monkeypatch
         options = json.loads((copy / "config.json").read_text())
         options["options"]["env"] = "envs:Quick-v0"  # no render_mode; CartPole's spaces
         (copy / "config.json").write_text(json.dumps(options))
+    if script is ppo_atari:  # all its games have pictures; something else fails
+        monkeypatch.delattr(ppo_atari, "write_video")
     options = [f"{script.__name__}.py", "--eval", str(copy), "--video"]
     monkeypatch.setattr(sys, "argv", options)
     assert script.main() == 1
@@ -315,6 +361,57 @@ def test_resume_or_eval(refused, run_dir):
     """A run is either continued or evaluated, and only an evaluation makes a video."""
     refused(["--resume", str(run_dir), "--eval", str(run_dir)], "--resume", "--eval")
     refused(["--video"], "--video", "--eval")
+
+
+# Atari --------------------------------------------------------------------------------------------
+
+
+@only(ppo_atari)
+@pytest.mark.parametrize("env, nearest", [("Brekout", "Breakout"), ("CartPole-v1", "")])
+def test_unknown_game(refused, env, nearest):
+    """A game that is not there; the line has the nearest names."""
+    refused(["--env", env], "--env", f"no Atari game '{env}'", f"nearest names are {nearest}")
+
+
+@pytest.mark.parametrize("env", ["breakout", "BreakoutNoFrameskip-v4", "ALE/Breakout-v5"])
+def test_names_of_a_game(env):
+    """Several names are one game, also in the name of the run's folder."""
+    assert ppo_atari.parse_args(["--env", env]).env == "Breakout"
+
+
+@only(ppo_atari)
+def test_without_ale_py(refused, monkeypatch):
+    """The line says how to install what is missing."""
+    monkeypatch.setitem(sys.modules, "ale_py", None)
+    refused([], "--env", "pip install 'gymnasium[atari]'")
+
+
+@only(ppo_atari)
+def test_compile_without_a_compiler(refused, monkeypatch):
+    """--compile is tried at once, and compiles nothing without a C++ compiler."""
+
+    def fail(function):
+        raise RuntimeError("No working C++ compiler\nlong story")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    ppo_atari.parse_args([])
+    refused(["--compile"], "--compile", "C++ compiler")
+
+
+@only(ppo_atari)
+@pytest.mark.parametrize("option", ["--resume", "--eval"])
+def test_run_of_another_game(refused, run_dir, option):
+    """Another game with more actions than the checkpoint's."""
+    refused([option, str(run_dir), "--env", "Pong"], option, str(run_dir))
+
+
+def test_parsing_prints_nothing(tmp_path):
+    """The emulator, which is not Python, prints no banner to either stream."""
+    code = "import ppo_atari; print(ppo_atari.parse_args([]).env)"
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"PYTHONPATH": str(Path(ppo_atari.__file__).parent)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Breakout\n", "")
 
 
 # Levels -------------------------------------------------------------------------------------------

@@ -1,7 +1,10 @@
 """Tests of the worker pool: start methods, games that fail, workers and runs that are killed."""
 
+import functools
+import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,13 +17,23 @@ import pytest
 import torch
 
 import ppo
+import ppo_atari
 import ppo_multilevel
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = [ppo, ppo_multilevel]
-SMALL = "--num-minibatches 2 --update-epochs 1 --hidden 8 --num-envs 4 --eval-every 0".split()
-STEPS = {ppo: ["--num-steps", "16"], ppo_multilevel: "--levels 1 2 --num-steps 16 8".split()}
-GOOD = {ppo: "CartPole-v1", ppo_multilevel: "envs:make"}
+SCRIPTS = [ppo, ppo_atari, ppo_multilevel]
+SMALL = "--num-minibatches 2 --update-epochs 1 --num-envs 4 --eval-every 0".split()
+OWN = {
+    ppo: "--num-steps 16 --hidden 8".split(),
+    ppo_atari: "--num-envs 2 --num-steps 8 --eval-episodes 1 --precision fp32".split(),
+    ppo_multilevel: "--levels 1 2 --num-steps 16 8 --hidden 8".split(),
+}
+GOOD = {ppo: "CartPole-v1", ppo_atari: "Breakout", ppo_multilevel: "envs:make"}
+COMMANDS = {
+    ppo: [["reset"], ["step"]],
+    ppo_atari: [["reset"], ["step"], ["rollout"]],
+    ppo_multilevel: [["reset"], ["step"], ["step", 1]],
+}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="uses pgrep, ps and /dev/shm")
 
 
@@ -30,25 +43,72 @@ def script(request):
     return request.param
 
 
-def bad_env(script, where):
-    """Return the name of an env in which `where` goes wrong."""
-    return f"envs:Trouble-{where}-v0" if script is ppo else f"envs:make_{where}"
+def only(*scripts):
+    """Mark a test that makes sense for some scripts only."""
+    names = [script.__name__ for script in scripts]
+    return pytest.mark.parametrize("script", scripts, ids=names, indirect=True)
+
+
+class BadGame(ppo_atari.Game):
+    """An Atari game in which `where` goes wrong: its reset, or its 5th step."""
+
+    where = None
+
+    def reset(self, seed=None):
+        if self.where == "reset":
+            raise RuntimeError("broken on purpose")
+        return super().reset(seed)
+
+    def step(self, action):
+        if self.where == "step" and self.length == 4:
+            raise RuntimeError("broken on purpose")
+        return super().step(action)
+
+
+@pytest.fixture
+def bad_env(script, monkeypatch):
+    """Return a function: `where` → the name of an env in which that goes wrong."""
+
+    def name(where):
+        if script is ppo_atari:
+            monkeypatch.setattr(BadGame, "where", where)
+            monkeypatch.setattr(ppo_atari, "Game", BadGame)
+            return GOOD[script]
+        return f"envs:Trouble-{where}-v0" if script is ppo else f"envs:make_{where}"
+
+    return name
+
+
+@pytest.fixture(autouse=True)
+def remove_runs(tmp_path):
+    """Remove the run's folder: Atari's checkpoints have 20 MB."""
+    yield
+    shutil.rmtree(tmp_path)
 
 
 def parse(script, log_dir, *options):
     """Parse the options of a small run."""
-    options = [*SMALL, *STEPS[script], *options, "--quiet", "--log-dir", str(log_dir)]
+    options = [*SMALL, *OWN[script], *options, "--quiet", "--log-dir", str(log_dir)]
     return script.parse_args(options)
 
 
-def make_pool(script, args, num_workers, start_method=None):
+def make_pool(script, args, num_workers, start_method=None, model=None):
     """Return the pool of a script's games as its make_pool does, with a start method."""
     with pytest.MonkeyPatch.context() as patch:
         real = script.WorkerPool
         patch.setattr(script, "WorkerPool", lambda *a: real(*a, start_method=start_method))
-        if script is ppo:
-            return script.make_pool(args, np.arange(4), num_workers)
-        return script.make_pool(args, [1, 2], np.arange(12).reshape(3, 4), num_workers)
+        if script is ppo_multilevel:
+            return script.make_pool(args, [1, 2], np.arange(12).reshape(3, 4), num_workers)
+        more = (model, args.num_steps) if script is ppo_atari else ()
+        return script.make_pool(args, np.arange(4), num_workers, *more)
+
+
+def shared_model(args):
+    """Return the Atari model, in shared memory as `train` has it, and its optimizer."""
+    torch.manual_seed(0)
+    model = ppo_atari.make_model(args)
+    optimizer = ppo_atari.make_optimizer(model)
+    return model.share_memory(), optimizer
 
 
 # The pool -----------------------------------------------------------------------------------------
@@ -63,17 +123,31 @@ def test_workers_do_what_this_process_does(script, tmp_path, start_method, num_w
     if start_method == "fork" and not hasattr(os, "fork"):
         pytest.skip("no fork here")
     args = parse(script, tmp_path, "--env", GOOD[script])
-    pools = [make_pool(script, args, 0), make_pool(script, args, num_workers, start_method)]
+    model, optimizer = shared_model(args) if script is ppo_atari else (None, None)
+    hows = (0, None), (num_workers, start_method)
+    pools = [make_pool(script, args, *how, model) for how in hows]
     assert len(pools[1].workers) == num_workers
+
+    def call(*command):
+        for pool in pools:
+            pool.call(*command)
+        for name in set(pools[0].arrays) - {"seconds", "steps"}:
+            np.testing.assert_array_equal(*(pool.arrays[name] for pool in pools), name)
+
     try:
-        for command, *arguments in [("reset",)] + [("step",), ("step", 1)][
-            : 1 + (script is not ppo)
-        ]:
+        if script is ppo_atari:
+            noise = np.random.default_rng(0).gumbel(size=pools[0].arrays["*noise"].shape)
             for pool in pools:
-                pool.call(command, *arguments)
-            for name in set(pools[0].arrays) - {"seconds", "steps"}:
-                np.testing.assert_array_equal(*(pool.arrays[name] for pool in pools), name)
+                pool.arrays["*noise"][:] = noise
+        for command in COMMANDS[script]:
+            call(*command)
         assert np.abs(pools[0].arrays["obs"]).min(axis=-1).max() > 0
+        if script is ppo_atari:  # the workers have the weights that the optimizer has
+            with torch.no_grad():
+                for group in optimizer.param_groups:
+                    group["params"][0].zero_()
+            call("rollout")
+            np.testing.assert_array_equal(pools[1].arrays["*actions"], noise.argmax(axis=-1))
     finally:
         for pool in pools:
             pool.close()
@@ -89,16 +163,20 @@ def test_more_workers_than_games(script, tmp_path):
 
 @pytest.mark.parametrize("num_workers", ["0", "2"])
 @pytest.mark.parametrize("where", ["step", "reset"])
-def test_game_that_raises(script, tmp_path, where, num_workers):
+def test_game_that_raises(script, tmp_path, bad_env, where, num_workers):
     """The error names the game and its seed first, then has the game's own traceback."""
-    options = ["--env", bad_env(script, where), "--num-workers", num_workers]
+    if script is ppo_atari and num_workers != "0" and sys.platform != "linux":
+        pytest.skip("spawned workers do not know BadGame")
+    env = bad_env(where)
+    options = ["--env", env, "--num-workers", num_workers]
     with pytest.raises(script.GameError) as error:
         script.train(parse(script, tmp_path, *options))
     first, *rest = str(error.value).splitlines()
-    assert bad_env(script, where) in first
+    assert env in first
     assert ("level 2" in first) == (script is ppo_multilevel)
     assert re.search(rf"\(seed \d+\) failed in {where}: broken on purpose", first)
-    assert rest[0].startswith("Traceback") and "envs.py" in str(error.value)
+    assert rest[0].startswith("Traceback") and "broken on purpose" in rest[-1]
+    assert ("test_pool.py" if script is ppo_atari else "envs.py") in str(error.value)
     if where == "step":  # training had begun
         (run_dir,) = tmp_path.iterdir()
         script.load_checkpoint(run_dir)
@@ -114,11 +192,12 @@ def test_file_is_loaded_once(tmp_path):
     ppo_multilevel.train(args)
 
 
+@only(ppo, ppo_multilevel)
 @pytest.mark.parametrize("where", ["nan_reward", "nan_obs", "nan_reset"])
-def test_game_that_gives_nan(script, tmp_path, capsys, monkeypatch, where):
+def test_game_that_gives_nan(script, tmp_path, capsys, monkeypatch, bad_env, where):
     """One line names the quantity, the game, the step and the level; a checkpoint is left."""
-    options = [*SMALL, *STEPS[script], "--quiet", "--num-workers", "0"]
-    options += ["--log-dir", str(tmp_path), "--env", bad_env(script, where)]
+    options = [*SMALL, *OWN[script], "--quiet", "--num-workers", "0"]
+    options += ["--log-dir", str(tmp_path), "--env", bad_env(where)]
     monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *options])
     assert script.main() == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -183,6 +262,42 @@ def test_handlers_are_put_back(script, tmp_path):
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_worker_that_dies_during_an_update(script, tmp_path, monkeypatch):
+    """Nobody waits for it then. The next rollout finds it dead; the iteration is saved."""
+    args = parse(script, tmp_path, "--env", GOOD[script], "--num-workers", "2")
+    real = script.update
+
+    def update(*arguments):
+        victim = min(multiprocessing.active_children(), key=lambda process: process.pid)
+        victim.kill()
+        return real(*arguments)
+
+    monkeypatch.setattr(script, "update", update)
+    with pytest.raises(script.GameError, match="^worker 0 died with exit code -9$"):
+        script.train(args)
+    assert multiprocessing.active_children() == []
+    (run_dir,) = tmp_path.iterdir()
+    assert script.load_checkpoint(run_dir)["counters"]["iteration"] == 1
+
+
+@linux
+def test_second_signal_during_a_rollout(tmp_path, monkeypatch, capsys):
+    """The first signal waits for the end of a rollout, the second does not."""
+    steps = []
+
+    def step(_):  # in the worker: 8 steps are 2 seconds, two of them send a signal
+        time.sleep(0.25)
+        steps.append(1)
+        if len(steps) in (2, 6):
+            os.kill(os.getppid(), signal.SIGINT)
+
+    monkeypatch.setattr(ppo_atari.Games, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        ppo_atari.train(parse(ppo_atari, tmp_path, "--num-workers", "1"))
+    assert multiprocessing.active_children() == []
+    assert capsys.readouterr().err.count("stopping after this iteration") == 1
+
+
 # Whole runs ---------------------------------------------------------------------------------------
 
 
@@ -190,6 +305,11 @@ def alive(pid):
     """Whether the process exists and is no zombie."""
     listed = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
     return bool(listed.stdout.strip()) and not listed.stdout.strip().startswith("Z")
+
+
+def runs(pid):
+    """Whether the process computes: it does not wait for anything but a core."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
 
 
 def wait_until(condition, seconds):
@@ -210,21 +330,22 @@ def shared_memory():
 @pytest.fixture(scope="module", params=["kill worker", "SIGTERM", "SIGINT", "kill main"])
 def ended(request, tmp_path_factory):
     """Return a function of the script: what became of a run to which this happened."""
-    results = {}
-    return lambda script: results.setdefault(
-        script, end_run(script, request.param, tmp_path_factory.mktemp("run"))
-    )
+    log_dir = tmp_path_factory.mktemp("runs")
+    yield functools.cache(lambda script: end_run(script, request.param, log_dir / script.__name__))
+    shutil.rmtree(log_dir)
 
 
 def end_run(script, how, log_dir):
     """Start a run without end, wait until it trains, do `how` to it. Returns what is left."""
     command = [sys.executable, str(ROOT / f"{script.__name__}.py"), "--env", GOOD[script]]
-    command += [*SMALL, *STEPS[script], "--num-workers", "2", "--save-every", "0"]
+    command += [*SMALL, *OWN[script], "--num-workers", "2"]
+    command += ["--save-every", "1" if how == "kill main" else "0"]
+    command += ["--num-steps", "32"] if script is ppo_atari else []  # a rollout of 0.1 seconds
     command += ["--num-iterations", "1000000", "--log-dir", str(log_dir), "--quiet"]
     before = shared_memory()
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    main = subprocess.Popen(command, env=environment, **pipes)
+    main = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
     try:
 
         def trains():
@@ -235,19 +356,24 @@ def end_run(script, how, log_dir):
         assert wait_until(trains, 90)
         listed = subprocess.run(["pgrep", "-P", str(main.pid)], capture_output=True, text=True)
         workers = [int(pid) for pid in listed.stdout.split()]
+        if script is ppo_atari:  # all workers are in the middle of a rollout
+            assert wait_until(lambda: all(map(runs, workers)), 30)
         started = time.monotonic()
         if how == "kill worker":
             os.kill(workers[0], signal.SIGKILL)
+        elif how == "SIGINT":  # Ctrl-C is for all processes
+            os.killpg(main.pid, signal.SIGINT)
         else:
-            main.send_signal(signal.SIGKILL if how == "kill main" else getattr(signal, how))
-        _, err = main.communicate(timeout=30)
+            main.send_signal(signal.SIGKILL if how == "kill main" else signal.SIGTERM)
+        out, err = main.communicate(timeout=30)
     finally:
         main.kill()
     seconds = time.monotonic() - started
     orphans = not wait_until(lambda: not any(map(alive, workers)), 5)
     (run_dir,) = log_dir.iterdir()
-    result = {"how": how, "code": main.returncode, "err": err.splitlines(), "seconds": seconds}
-    result |= {"workers": workers, "orphans": orphans, "leaked": shared_memory() - before}
+    result = {"how": how, "code": main.returncode, "out": out, "err": err.splitlines()}
+    result |= {"seconds": seconds, "workers": workers, "orphans": orphans}
+    result |= {"leaked": shared_memory() - before}
     return SimpleNamespace(**result, run_dir=run_dir)
 
 
@@ -261,12 +387,14 @@ def test_run_that_is_ended(script, ended):
     assert run.seconds < 10
     codes = {"kill worker": 1, "SIGTERM": 143, "SIGINT": 130, "kill main": -signal.SIGKILL}
     assert run.code == codes[run.how]
-    assert not [line for line in run.err if "Traceback" in line]
-    if run.how == "kill main":
-        return
+    assert run.out == "" and not [line for line in run.err if "Traceback" in line]
     iteration = script.load_checkpoint(run.run_dir)["counters"]["iteration"]
     rows = (run.run_dir / "progress.csv").read_text().splitlines()
-    assert int(rows[-1].split(",")[0]) == iteration >= 2
+    last_row = int(rows[-1].split(",")[0])
+    if run.how == "kill main":  # the row of an iteration follows its checkpoint
+        assert last_row <= iteration <= last_row + 1 and run.err == []
+        return
+    assert last_row == iteration >= 2
     if run.how == "kill worker":
         assert re.fullmatch(rf"{script.__name__}.py: error: worker 0 died.*-9", run.err[0])
     else:
