@@ -166,7 +166,7 @@ def parse_args(argv=None):
     if args.num_iterations is None:
         total_timesteps = args.total_timesteps or 10_000_000
         args.num_iterations = max(1, total_timesteps // (args.num_envs * args.num_steps))
-    if args.compile:
+    if args.compile and not args.eval:
         with option_error(parser, "--compile"):
             torch.compile(lambda x: x + 1)(torch.zeros(1))  # needs a C++ compiler
     check_checkpoint(parser, args)
@@ -208,6 +208,8 @@ def parse_with_run(parser, argv):
             load_checkpoint(run_dir, "cpu")
             for name in ("resume", "eval", "video", "quiet", "log_dir", "run_name"):
                 options.pop(name)
+            if unknown := options.keys() - vars(args).keys():
+                raise ValueError(f"{run_dir} is a run of another script, it has {min(unknown)}")
         parser.set_defaults(**options)
         given = parser.parse_args(argv)
         for name in ("shared_net", "activation"):  # the weights' shapes do not show these
@@ -520,6 +522,8 @@ def worker_process(pipe, make_games, rows, buffers):
                 return
     except GameError as error:
         pipe.send(error)
+    except (EOFError, BrokenPipeError):  # the parent is gone
+        return
     except Exception as error:
         pipe.send(GameError(f"a worker failed: {first_line(error)}\n{traceback.format_exc()}"))
 

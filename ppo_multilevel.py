@@ -289,6 +289,8 @@ def parse_with_run(parser, argv):
             load_checkpoint(run_dir, "cpu")
             for name in ("resume", "eval", "video", "quiet", "log_dir", "run_name"):
                 options.pop(name)
+            if unknown := options.keys() - vars(args).keys():
+                raise ValueError(f"{run_dir} is a run of another script, it has {min(unknown)}")
         parser.set_defaults(**options)
         given = parser.parse_args(argv)
         for name in ("shared_net", "activation"):  # the weights' shapes do not show these
@@ -1110,6 +1112,8 @@ def worker_process(pipe, make_games, rows, buffers):
                 return
     except GameError as error:
         pipe.send(error)
+    except (EOFError, BrokenPipeError):  # the parent is gone
+        return
     except Exception as error:
         pipe.send(GameError(f"a worker failed: {first_line(error)}\n{traceback.format_exc()}"))
 

@@ -285,8 +285,8 @@ def test_second_signal_during_a_rollout(tmp_path, monkeypatch, capsys):
     """The first signal waits for the end of a rollout, the second does not."""
     steps = []
 
-    def step(_):  # in the worker: 8 steps are 2 seconds, two of them send a signal
-        time.sleep(0.25)
+    def step(_):  # in the worker: 8 steps are 1.2 seconds, two of them send a signal
+        time.sleep(0.15)
         steps.append(1)
         if len(steps) in (2, 6):
             os.kill(os.getppid(), signal.SIGINT)
