@@ -102,6 +102,11 @@ def gymnasiums(
     return gym.wrappers.FrameStackObservation(env, 4), tally
 
 
+def same(obs, expected):
+    """Return whether pictures (84, 84, 4) are those of (4, 84, 84)."""
+    return np.array_equal(obs.transpose(2, 0, 1), expected)
+
+
 def limit_frames(patch, frames):
     """Have games end by truncation after so many frames."""
     make = functools.partial(gym.make, max_num_frames_per_episode=frames)
@@ -145,18 +150,18 @@ def test_game_is_gymnasiums(monkeypatch, game, options, truncation):
         limit_frames(monkeypatch, truncation)
     own = Game(game, 5, **options)
     peer, tally = gymnasiums(game, **options)
-    np.testing.assert_array_equal(own.reset(5), np.moveaxis(peer.reset(seed=5)[0], 0, -1))
+    assert same(own.reset(5), peer.reset(seed=5)[0])
     tally.scores.clear()
     ends, rewards, lengths = [], set(), [0]
     actions = np.random.default_rng(0).integers(own.env.action_space.n, size=2_000)
     for action in actions:
         obs, final_obs, reward, terminated, truncated, episode_return, length = own.step(action)
         expected, peer_reward, *peer_ends, _ = peer.step(action)
-        np.testing.assert_array_equal(final_obs, np.moveaxis(expected, 0, -1))
+        assert same(final_obs, expected)
         assert reward == np.sign(peer_reward) and [terminated, truncated] == peer_ends
         if terminated or truncated:
             expected, _ = peer.reset()
-        np.testing.assert_array_equal(obs, np.moveaxis(expected, 0, -1))
+        assert same(obs, expected)
         lengths[-1] += 1
         if tally.scores:
             assert [episode_return, length] == [tally.scores.pop(), lengths[-1]]
@@ -219,6 +224,14 @@ def test_lives():
     assert frames[-1] <= 30 + 4 < frames[-2]
 
 
+def test_life_won():
+    """One life more, as some games give, ends nothing; the next one that is lost does."""
+    game = new_game(noop_max=0)
+    game.lives = 4  # before the fifth is there
+    ends = [step[3] for step in random_steps(game, 30)]
+    assert not any(ends[:20]) and any(ends)
+
+
 def test_whole_games():
     """--no-episodic-life: an episode is a game, the loss of a life is no end."""
     game = new_game(episodic_life=False)
@@ -229,19 +242,20 @@ def test_whole_games():
 
 
 @pytest.mark.parametrize("bonus", [-7, 0.5])
-def test_return_has_the_score_of_a_lifes_start(bonus):
-    """A return sums all rewards, also those of the presses that start a life; rewards are signs."""
-    game = new_game(bonus=bonus, noop_max=0)
-    for step, *_, length in ((step, *step) for step in random_steps(game, 1_000)):
-        pressed = len(game.env.actions)
+def test_return_has_every_score(bonus):
+    """A return sums all rewards of a game, also those that no step gets; rewards are signs.
+
+    No step gets what comes in the frames without action and with FIRE that start a life.
+    """
+    game, of_steps = new_game(bonus=bonus), 0.0
+    before = game.env.score
+    for step in random_steps(game, 1_000):
         assert step[2] == np.sign(bonus)
-        if length:
+        if step[6]:
             break
-        total = game.env.score
+        of_steps += 4 * bonus
     assert step[5] == game.env.scores[-1]
-    assert 0 <= (step[5] - total) / bonus <= 4 and pressed == 4  # the last step's; FIRE
-    # The presses that start the lives are of no step, so that there are more frames than steps'.
-    assert abs(total / bonus) > 4 * length
+    assert abs(before) > 4 * abs(bonus) and abs(step[5]) > abs(of_steps) + abs(before)
 
 
 @pytest.mark.parametrize(
