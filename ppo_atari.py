@@ -725,7 +725,8 @@ def rollout(model, pool, generator):
     """Take T steps in all N games with the current policy.
 
     Returns the buffer, tensors (T, N, ...): obs, actions, logprobs, values, next_values, rewards,
-    terminated, truncated; and the (return, length) of the games that ended.
+    terminated, truncated; and the (return, length) of the games that ended. On a CPU the tensors
+    are the memory that the next rollout writes to.
     """
     buffer = shared_buffer(pool.arrays)
     T, N, _ = buffer["noise"].shape
