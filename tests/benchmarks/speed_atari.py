@@ -30,7 +30,7 @@ CASES = {
     "default, games in one process": ("--num-workers 0", "DummyVecEnv"),
     "bf16, compiled": ("--precision bf16 --compile", "SubprocVecEnv"),
 }
-WARM_UP, ITERATIONS = 3, 20
+WARM_UP, ITERATIONS = 3, 12
 COLUMNS = ("case", "ours", "sb3", "ratio", "lowest", "highest", "pairs", "precision", "versions")
 
 
