@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = {"frameskip": 4, "sticky_actions": 0.0, "full_action_space": False}
 OPTIONS |= {"episodic_life": True, "noop_max": 30, "fire": True}  # the defaults
 SMALL = (
-    "--num-envs 2 --num-steps 8 --num-minibatches 2 --update-epochs 1 --eval-episodes 2 "
+    "--num-envs 2 --num-steps 8 --num-minibatches 2 --update-epochs 1 --eval-episodes 1 "
     "--num-workers 0 --precision fp32 --device cpu"
 ).split()
 
@@ -522,11 +522,10 @@ def test_rollout_is_a_replay(played, num_workers, start_method):
     assert logprobs.std() > 0.1 and len(buffer["actions"].unique()) == 4
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_rollout_with_a_policy_elsewhere(played, num_workers):
+def test_rollout_with_a_policy_elsewhere(played):
     """What a device that is no CPU plays in the main process is the same rollout."""
     model, expected = played
-    with contextlib.closing(make_pool(num_workers)) as pool:  # of games without a model
+    with contextlib.closing(make_pool(2)) as pool:  # of games without a model
         buffer = ppo_atari.shared_buffer(pool.arrays)
         noise = model.head.noise(T * N, torch.Generator().manual_seed(2))
         buffer["noise"][:] = noise.view(T, N, -1)
@@ -933,9 +932,9 @@ def test_resume_starts_from_the_checkpoint(run, tmp_path):
 
 
 @torch.no_grad()
-def mode_return(model, seed):
+def mode_return(model, seed, **options):
     """Return score and length of a whole game with the policy's mode."""
-    game, length = new_game(seed=seed), 0
+    game, length = new_game(seed=seed, **options), 0
     while length == 0:
         pi, _ = literal(list(model.parameters()), torch.from_numpy(game.obs)[None])
         *_, episode_return, length = game.step(pi.argmax())
@@ -943,19 +942,27 @@ def mode_return(model, seed):
 
 
 def test_eval(run, capsys):
-    """--eval prints the returns' mean ± sd: of whole games with the mode, as the run's own end."""
-    expected = [mode_return(run.model, 10_000 + i)[0] for i in range(2)]
-    returns = ppo_atari.evaluate_run(ppo_atari.parse_args(["--eval", str(run.run_dir)]))
-    assert returns.tolist() == expected
-    assert run.history[-1]["eval_return"] == returns.mean()
-    text = f"return {np.mean(expected):.4f} ± {np.std(expected):.4f} over 2 episodes\n"
+    """--eval prints mean ± sd of whole games with the mode, as options beside it say."""
+    options = f"--eval {run.run_dir} --sticky-actions 0.1 --eval-episodes 3".split()
+    returns = ppo_atari.evaluate_run(ppo_atari.parse_args(options))
+    seeds = range(10_000, 10_003)
+    expected = [mode_return(run.model, seed, sticky_actions=0.1)[0] for seed in seeds]
+    assert returns.tolist() == expected and len(set(expected)) > 1
+    text = f"return {np.mean(expected):.4f} ± {np.std(expected):.4f} over 3 episodes\n"
     assert capsys.readouterr().out == text
+
+
+def test_eval_is_the_runs(run):
+    """Without other options --eval repeats the run's own last evaluation."""
+    returns = ppo_atari.evaluate_run(ppo_atari.parse_args(["--eval", str(run.run_dir)]))
+    assert returns.tolist() == [run.history[-1]["eval_return"]]
+    assert returns.tolist() == [mode_return(run.model, 10_000)[0]]
 
 
 def test_video(run, monkeypatch, capsys):
     """--video writes a film of one game: a picture per step, the screen's size, 15 per second."""
     limit_frames(monkeypatch, 100)
-    args = ppo_atari.parse_args(["--eval", str(run.run_dir), "--eval-episodes", "1", "--video"])
+    args = ppo_atari.parse_args(["--eval", str(run.run_dir), "--video"])
     ppo_atari.evaluate_run(args)
     path = run.run_dir / "video.mp4"
     assert capsys.readouterr().out.splitlines()[1] == f"video: {path}"
