@@ -1,6 +1,6 @@
 """PPO for Atari games: pictures, a convolutional network, games played in worker processes.
 
-    python ppo_atari.py --env Breakout                     # 10M steps, four hours on 2 cores
+    python ppo_atari.py --env Breakout                     # 10M steps, takes hours
     python ppo_atari.py --env Pong --total-timesteps 3000000
     python ppo_atari.py --eval runs/Pong__ppo_atari__1__<time> --video
     tensorboard --logdir runs
@@ -12,9 +12,9 @@ update, in bfloat16 where the processor can.
 
 Papers: "PPO" is Schulman et al. 2017, Proximal policy optimization algorithms (arXiv 1707.06347);
 "GAE" is Schulman et al. 2016 (arXiv 1506.02438); pictures and network are those of Mnih et al.
-2015, Human-level control through deep reinforcement learning. All constants are those of the PPO
-paper's Atari runs as in labml's annotated implementation, but for Adam's ε (1e-5), biases (0 at the
-start) and the order of maximum and shrinking, which is Gymnasium's.
+2015, Human-level control through deep reinforcement learning. All constants are those of labml's
+annotated implementation, but for Adam's ε (1e-5), biases (0 at the start) and the order of maximum
+and shrinking, which is Gymnasium's.
 
 Each iteration runs the policy π_old for T steps in N games, then takes K epochs of minibatch steps:
 
@@ -179,7 +179,7 @@ def add_atari_arguments(parser):
     option("--frameskip", number(int, 1), 4, "frames that an action lasts; Gymnasium's v5: 4")
     text = "probability that a frame repeats the last action; 0.25 in Gymnasium's v5"
     option("--sticky-actions", number(float, 0, 1), 0.0, text)
-    text = "all 18 actions instead of those that the game knows, as Gymnasium"
+    text = "all 18 actions instead of those that the game knows; off in Gymnasium too"
     option("--full-action-space", bool, False, text)
     text = "an episode ends with a life, but the game goes on; off in Gymnasium"
     option("--episodic-life", bool, True, text)
@@ -366,6 +366,7 @@ class Game:
             _, reward, terminated, truncated, _ = self.env.step(0)
             self.score += reward
             if terminated or truncated:
+                self.score = 0.0
                 self.env.reset()
         self.game_over, self.lives = False, self.ale.lives()
         self.ale.getScreenGrayscale(self.screens[0])
@@ -402,7 +403,7 @@ class Game:
         """
         score, terminated, truncated = self.press(int(action))
         self.length += 1
-        # The four pictures are the four bytes of a number: a shift is 8 times as fast as np.roll.
+        # The four pictures are the four bytes of a number: a shift is much faster than np.roll.
         pictures = self.obs.view("<u4")[..., 0]
         pictures >>= 8
         pictures |= self.picture().astype("<u4") << 24
@@ -766,7 +767,7 @@ def finish(model, buffer):
     final_obs = torch.from_numpy(buffer["final_obs"])
     names = ("obs", "actions", "rewards", "terminated", "truncated")
     buffer = dict(zip(names, to_tensors(buffer, names, device), strict=True))
-    # In pieces, since 1,000 pictures at once do not fit into a processor's cache.
+    # In pieces: on a CPU that is faster than 1,000 pictures at once.
     pieces = [model(obs) for obs in buffer["obs"].split(32)]
     pi, values = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     # V(s_{t+1}) is the next row's, but for a time limit's end and the end of the rollout.
@@ -1162,7 +1163,7 @@ def settings(args, model):
 
 
 def keep_freed_memory():
-    """Have glibc keep what is freed: new pages for every minibatch make updates 20 % slower."""
+    """Have glibc keep what is freed: new pages for every minibatch make updates slower."""
     if platform.libc_ver()[0] == "glibc":
         mallopt, M_TRIM_THRESHOLD, M_MMAP_MAX = ctypes.CDLL(None).mallopt, -1, -4
         mallopt(M_MMAP_MAX, 0)
