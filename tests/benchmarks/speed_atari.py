@@ -9,16 +9,12 @@ over the whole training (games, policy, update, logging; neither start nor compi
 iterations do not count), and the median, lowest and highest ratio of a pair of runs.
 """
 
-import argparse
-import csv
-import json
-import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "speed_atari.csv"
@@ -31,7 +27,6 @@ CASES = {
     "bf16, compiled": ("--precision bf16 --compile", "SubprocVecEnv"),
 }
 WARM_UP, ITERATIONS = 3, 12
-COLUMNS = ("case", "ours", "sb3", "ratio", "lowest", "highest", "pairs", "precision", "versions")
 
 
 def ours(options, _):
@@ -87,39 +82,6 @@ def sb3(_, vec_env):
     return ITERATIONS * 1024 / seconds, {"stable_baselines3": stable_baselines3.__version__}
 
 
-def measure(who, case):
-    """Return what `who` returns for a case, in a process of its own."""
-    call = [sys.executable, "-W", "ignore", __file__, "--only", who, case]
-    done = subprocess.run(call, env=os.environ, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def main():
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=3, help="runs of each of the two per case")
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
-    parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.only:
-        who, case = args.only
-        print(json.dumps({"ours": ours, "sb3": sb3}[who](*CASES[case])))
-        return
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        for case in args.cases:
-            pairs = [[measure(who, case) for who in ("ours", "sb3")] for _ in range(args.pairs)]
-            ratios = [mine[0] / peers[0] for mine, peers in pairs]
-            row = {"case": case, "pairs": args.pairs, "ratio": f"{statistics.median(ratios):.2f}"}
-            row |= {"lowest": f"{min(ratios):.2f}", "highest": f"{max(ratios):.2f}"}
-            for i, who in enumerate(("ours", "sb3")):
-                row[who] = round(statistics.median(pair[i][0] for pair in pairs))
-            row["precision"] = pairs[0][0][1].pop("precision")
-            row["versions"] = json.dumps(pairs[0][0][1] | pairs[0][1][1])
-            writer.writerow(row)
-            print(row, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    functions = {"ours": ours, "sb3": sb3}
+    pairs.main(__file__, __doc__, CASES, functions, RESULTS, {})

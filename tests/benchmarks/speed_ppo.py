@@ -8,16 +8,12 @@ has the median of both in steps per second over the whole training (env, policy,
 neither start nor imports), and the median, lowest and highest ratio of a pair of runs.
 """
 
-import argparse
-import csv
-import json
-import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "speed_ppo.csv"
@@ -30,7 +26,6 @@ CASES = {
     "HalfCheetah-v5": ("HalfCheetah-v5", 8, 2048, 32, 10, 98_304, 0, True),
     "HalfCheetah-v5, 2 workers": ("HalfCheetah-v5", 8, 2048, 32, 10, 98_304, 2, True),
 }
-COLUMNS = ("case", "ours", "sb3", "ratio", "lowest", "highest", "pairs", "versions")
 
 
 def ours(env, num_envs, num_steps, num_minibatches, update_epochs, total_timesteps, workers, fast):
@@ -78,38 +73,6 @@ def sb3(env, num_envs, num_steps, num_minibatches, update_epochs, total_timestep
     return model.num_timesteps / seconds, {"stable_baselines3": stable_baselines3.__version__}
 
 
-def measure(who, case):
-    """Return what `who` returns for a case, in a process of its own."""
-    call = [sys.executable, "-W", "ignore", __file__, "--only", who, case]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(call, env=environment, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def main():
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=5, help="runs of each of the two per case")
-    parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.only:
-        who, case = args.only
-        print(json.dumps({"ours": ours, "sb3": sb3}[who](*CASES[case])))
-        return
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        for case in CASES:
-            pairs = [[measure(who, case) for who in ("ours", "sb3")] for _ in range(args.pairs)]
-            ratios = [mine[0] / peers[0] for mine, peers in pairs]
-            row = {"case": case, "pairs": args.pairs, "ratio": f"{statistics.median(ratios):.2f}"}
-            row |= {"lowest": f"{min(ratios):.2f}", "highest": f"{max(ratios):.2f}"}
-            for i, who in enumerate(("ours", "sb3")):
-                row[who] = round(statistics.median(pair[i][0] for pair in pairs))
-            row["versions"] = json.dumps(pairs[0][0][1] | pairs[0][1][1])
-            writer.writerow(row)
-            print(row, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    functions = {"ours": ours, "sb3": sb3}
+    pairs.main(__file__, __doc__, CASES, functions, RESULTS, {"OMP_NUM_THREADS": "1"})
