@@ -34,11 +34,13 @@ import csv
 import ctypes
 import difflib
 import functools
+import io
 import json
 import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import platform
 import re
 import signal
@@ -204,10 +206,8 @@ def parse_with_run(parser, argv):
     run_dir, option = args.resume or args.eval, "--resume" if args.resume else "--eval"
     if run_dir:
         with option_error(parser, option):
-            options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
-            load_checkpoint(run_dir, "cpu")
-            for name in ("resume", "eval", "video", "quiet", "log_dir", "run_name"):
-                options.pop(name)
+            options = run_options(run_dir)
+            load_checkpoint(run_dir)
             if unknown := options.keys() - vars(args).keys():
                 raise ValueError(f"{run_dir} is a run of another script, it has {min(unknown)}")
         parser.set_defaults(**options)
@@ -215,6 +215,11 @@ def parse_with_run(parser, argv):
         for name in ("shared_net", "activation"):  # the weights' shapes do not show these
             if getattr(given, name, None) != options.get(name):
                 parser.error(f"argument --{name.replace('_', '-')}: the run has {options[name]}")
+        for name in ("log_dir", "run_name"):
+            if getattr(given, name) != parser.get_default(name):
+                parser.error(f"argument --{name.replace('_', '-')}: not allowed with {option}")
+        if args.resume and given.seed != options["seed"]:
+            parser.error(f"argument --seed: the run has {options['seed']}, its generators go on")
         if given.total_timesteps != options["total_timesteps"]:
             given.num_iterations = None  # that of the run followed from its --total-timesteps
         args = given
@@ -235,8 +240,19 @@ def parse_with_run(parser, argv):
     return args
 
 
+def run_options(run_dir):
+    """Return the options of a run that another one can have too, {name: value}."""
+    options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
+    for name in ("resume", "eval", "video", "quiet", "log_dir", "run_name"):
+        options.pop(name)
+    return options
+
+
 def check_checkpoint(parser, args):
-    """Refuse options beside --resume or --eval whose network is not that of the checkpoint."""
+    """Refuse options beside --resume or --eval whose network is not that of the checkpoint.
+
+    Options that --resume does change are printed.
+    """
     option, run_dir = ("--resume", args.resume) if args.resume else ("--eval", args.eval)
     if run_dir:
         with option_error(parser, option):
@@ -245,6 +261,12 @@ def check_checkpoint(parser, args):
             model = make_model(args).state_dict()
             if shapes != {name: weight.shape for name, weight in model.items()}:
                 raise ValueError(f"network or normalisers in {run_dir} are not the options'")
+    if args.resume:
+        new, old = vars(args), run_options(run_dir)
+        names = [name for name in old if new[name] != old[name]]
+        changed = [f"{name} {new[name]} (was {old[name]})" for name in names]
+        if changed:
+            print(f"options changed: {', '.join(changed)}", file=sys.stderr)
 
 
 def check_rows(parser, args, num_rows, rows="rows"):
@@ -414,6 +436,18 @@ class Game:
         truncated = truncated and not terminated
         return self.obs, final_obs, np.sign(score), terminated, truncated, *self.ended
 
+    def get_state(self):
+        """Return what `set_state` needs to go on as if nothing had happened."""
+        kept = {name: value for name, value in vars(self).items() if name not in ("env", "ale")}
+        return kept, self.ale.cloneState(include_rng=True), self.env.unwrapped.np_random
+
+    def set_state(self, state):
+        """Go on from the state of a game like this one."""
+        self.env.reset()
+        kept, ale_state, self.env.unwrapped.np_random = state
+        vars(self).update(kept)
+        self.ale.restoreState(ale_state)
+
 
 class Games:
     """The games of one worker: rows `rows` of all N, stepped one after the other.
@@ -427,14 +461,22 @@ class Games:
             torch.set_num_threads(1)
             cv2.setNumThreads(1)
         self.arrays = {name: array[rows] for name, array in arrays.items() if name[0] != "*"}
-        self.buffer, self.model = shared_buffer(arrays, rows), model
+        self.rows, self.buffer, self.model = rows, shared_buffer(arrays, rows), model
         self.games = [Game(env_id, int(seed), **options) for seed in seeds[rows]]
 
-    def reset(self):
-        """Start all games from their seeds."""
-        for i, game in enumerate(self.games):
+    def reset(self, states=None):
+        """Start all games from their seeds; those that have one of the N `states` go on from it."""
+        states = states[self.rows] if states else [None] * len(self.games)
+        for i, (game, state) in enumerate(zip(self.games, states, strict=True)):
             with named(game, "reset"):
+                if state is not None:
+                    game.set_state(state)
+                    continue
                 self.arrays["obs"][i] = game.reset(game.seed)
+
+    def get_states(self):
+        """Return what `reset` needs to go on with these games."""
+        return [game.get_state() for game in self.games]
 
     def step(self):
         """Step all games once."""
@@ -895,7 +937,8 @@ def take_step(optimizer, loss, max_grad_norm):
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
     if not torch.isfinite(norm):  # before it reaches the weights
-        raise GameError(f"loss {loss.item()}, its gradient is not finite: lower the rate?")
+        problem = f"loss {loss.item()}, its gradient is not finite: lower the learning rate?"
+        raise FloatingPointError(problem)
     optimizer.step()
 
 
@@ -947,21 +990,25 @@ def evaluate(model, pool, arrays, max_steps=100_000):
 class Logger:
     """Writes a run's folder: config.json, progress.csv, TensorBoard events; prints status lines."""
 
-    def __init__(self, run_dir, args, columns, last_iteration=0, first_step=None):
+    def __init__(self, run_dir, args, seeds, columns, last_iteration=0, first_step=None):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, only training needs it
 
         self.columns, self.args, self.last_iteration = columns, args, last_iteration
         self.start, self.rows = time.perf_counter(), []
         config = {"options": vars(args), "command": sys.argv, "versions": versions()}
-        (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        config["game_seeds"] = seeds.tolist()
+        write_file(run_dir / "config.json", (json.dumps(config, indent=2) + "\n").encode())
         self.events = SummaryWriter(str(run_dir), purge_step=first_step)
-        path = run_dir / "progress.csv"
-        rows = list(csv.DictReader(path.open())) if last_iteration else []
-        self.csv = path.open("w", newline="")
-        self.writer = csv.DictWriter(self.csv, columns)
+        path, kept = run_dir / "progress.csv", io.StringIO(newline="")
+        self.writer = csv.DictWriter(kept, columns)
         self.writer.writeheader()
-        self.writer.writerows(row for row in rows if int(row["iteration"]) <= last_iteration)
-        self.csv.flush()
+        if last_iteration:
+            with path.open(newline="") as file:
+                rows = list(csv.DictReader(file))
+            self.writer.writerows(r for r in rows if int(r["iteration"]) <= last_iteration)
+        write_file(path, kept.getvalue().encode())
+        self.csv = path.open("a", newline="")
+        self.writer = csv.DictWriter(self.csv, columns)
 
     def write(self, row, **scalars):
         """Log an iteration: `row` to progress.csv and TensorBoard, {tag: value} to the latter."""
@@ -1024,13 +1071,36 @@ def make_run_dir(args, script):
     return run_dir
 
 
-def save_checkpoint(run_dir, model, optimizer, generator, counters):
-    """Write RUN_DIR/checkpoint.pt atomically: whoever dies here leaves the old one whole."""
+def save_checkpoint(run_dir, model, optimizer, generator, counters, games=None):
+    """Write RUN_DIR/checkpoint.pt, and the games of a `save_games` to a file beside it.
+
+    Each checkpoint has its own games-ITERATION.pkl, there before it and removed after the next.
+    """
+    games_file = run_dir / f"games-{counters['iteration']}.pkl"
+    if games is not None:
+        write_file(games_file, pickle.dumps(games))
+    elif games_file.exists():  # this iteration is saved, with its games
+        return
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     state |= {"generator": generator.get_state(), "counters": counters}
-    partial = run_dir / "checkpoint.partial"
-    torch.save(state, partial)
-    os.replace(partial, run_dir / "checkpoint.pt")
+    file = io.BytesIO()
+    torch.save(state, file)
+    write_file(run_dir / "checkpoint.pt", file.getvalue())
+    for old in set(run_dir.glob("games-*.pkl")) - {games_file}:
+        old.unlink()
+
+
+def write_file(path, content):
+    """Write bytes to a file atomically: whoever dies here, or finds no room, leaves the old one."""
+    partial = path.with_suffix(".partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def load_checkpoint(run_dir, device="cpu"):
@@ -1047,13 +1117,38 @@ def restore(run_dir, model, optimizer, generator):
     return state["counters"]
 
 
+def save_games(args, pool, seeds, recent):
+    """Return what a resumed run needs to go on in the middle of its episodes."""
+    states = [state for answer in pool.call("get_states") for state in answer]
+    arrays = {name: array.copy() for name, array in pool.arrays.items() if name[0] != "*"}
+    games = {"made_of": [getattr(args, name) for name in GAMES_MADE_OF], "seeds": seeds}
+    return games | {"states": states, "arrays": arrays, "recent": recent}
+
+
+def load_games(args, iteration):
+    """Return what `save_games` did at the resumed run's checkpoint, None if that cannot be used.
+
+    Says so if games start new episodes. The file is a pickle: do not resume a stranger's run.
+    """
+    try:
+        games = pickle.loads((Path(args.resume) / f"games-{iteration}.pkl").read_bytes())
+        if games["made_of"] != [getattr(args, name) for name in GAMES_MADE_OF]:
+            raise ValueError("the run's games were made with other options")
+    except Exception as error:  # of any kind, if the file is damaged
+        print(f"all games start new episodes: {first_line(error)}", file=sys.stderr)
+        return None
+    if lost := games["states"].count(None):
+        print(f"{lost} games start new episodes: they could not be saved", file=sys.stderr)
+    return games
+
+
 @contextmanager
 def saved_at_the_end(save):
     """Save when the block ends, also by a GameError: the last iteration is complete then."""
     try:
         yield
     except GameError:
-        save()
+        save(with_games=False)
         raise
     save()
 
@@ -1088,6 +1183,7 @@ COLUMNS = (
 
 
 GAME_OPTIONS = "frameskip sticky_actions full_action_space episodic_life noop_max fire".split()
+GAMES_MADE_OF = ("env", "num_envs", *GAME_OPTIONS)
 
 
 def make_model(args):
@@ -1170,6 +1266,14 @@ def keep_freed_memory():
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def reset(pool, games):
+    """Start all games of the pool; if there are `games` of a `load_games`, go on with these."""
+    if games:
+        for name, array in games["arrays"].items():
+            pool.arrays[name][:] = array
+    pool.call("reset", games and games["states"])
+
+
 def train(args):
     """Train as `args` say. Returns a namespace: run_dir, model, optimizer, history (logged rows),
     signal (the one that stopped the run, or None).
@@ -1188,9 +1292,12 @@ def train(args):
     run_dir = Path(args.resume) if args.resume else make_run_dir(args, "ppo_atari")
     if args.resume:
         counters = restore(run_dir, model, optimizer, generator)
-    # A resumed run starts new games, so their seeds depend on where it starts.
+    games = load_games(args, counters["iteration"]) if args.resume else None
+    # Games that start when a run is resumed must not repeat those that started with it.
     seeds = np.random.SeedSequence([args.seed, counters["iteration"]]).generate_state(args.num_envs)
-    recent = deque(maxlen=100)
+    if games:
+        seeds = np.where([state is None for state in games["states"]], seeds, games["seeds"])
+    recent = games["recent"] if games else deque(maxlen=100)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         player = model if model.value.weight.is_cpu else None
@@ -1202,12 +1309,16 @@ def train(args):
         if args.compile:
             model.compile()
         steps = counters["iteration"], counters["global_step"] + 1
-        logger = stack.enter_context(closing(Logger(run_dir, args, COLUMNS, *steps)))
-        save = functools.partial(save_checkpoint, run_dir, model, optimizer, generator, counters)
+        logger = stack.enter_context(closing(Logger(run_dir, args, seeds, COLUMNS, *steps)))
+
+        def save(with_games=True):
+            games = save_games(args, pool, seeds, recent) if with_games else None
+            save_checkpoint(run_dir, model, optimizer, generator, counters, games)
+
         stack.enter_context(saved_at_the_end(save))
         if not args.quiet:
             print(settings(args, model), flush=True)
-        pool.call("reset")
+        reset(pool, games)
         if args.eval_every and counters["iteration"] == 0:
             logger.write(
                 counters | {"eval_return": evaluate(model, eval_pool, eval_pool.arrays).mean()}
@@ -1231,12 +1342,14 @@ def train(args):
             row |= counters | episode_means(recent)
             row["sps"] = round(args.num_envs * args.num_steps / seconds)
             row["learning_rate"] = optimizer.param_groups[0]["lr"]
+            last = counters["iteration"] == args.num_iterations
+            try:
+                if args.eval_every and (last or counters["iteration"] % args.eval_every == 0):
+                    row["eval_return"] = evaluate(model, eval_pool, eval_pool.arrays).mean()
+            finally:
+                logger.write(row)
             if args.save_every and counters["iteration"] % args.save_every == 0:
                 save()
-            last = counters["iteration"] == args.num_iterations
-            if args.eval_every and (last or counters["iteration"] % args.eval_every == 0):
-                row["eval_return"] = evaluate(model, eval_pool, eval_pool.arrays).mean()
-            logger.write(row)
     if not args.quiet:
         print(f"run folder: {run_dir}")
     result = {"run_dir": run_dir, "model": model, "optimizer": optimizer, "history": logger.rows}
@@ -1307,7 +1420,7 @@ def main():
     args = parse_args()
     try:
         result = evaluate_run(args) if args.eval else train(args)
-    except GameError as error:
+    except (GameError, FloatingPointError, OSError) as error:
         print(f"ppo_atari.py: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

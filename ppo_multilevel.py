@@ -51,12 +51,14 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import io
 import itertools
 import json
 import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import platform
 import re
 import signal
@@ -285,10 +287,8 @@ def parse_with_run(parser, argv):
     run_dir, option = args.resume or args.eval, "--resume" if args.resume else "--eval"
     if run_dir:
         with option_error(parser, option):
-            options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
-            load_checkpoint(run_dir, "cpu")
-            for name in ("resume", "eval", "video", "quiet", "log_dir", "run_name"):
-                options.pop(name)
+            options = run_options(run_dir)
+            load_checkpoint(run_dir)
             if unknown := options.keys() - vars(args).keys():
                 raise ValueError(f"{run_dir} is a run of another script, it has {min(unknown)}")
         parser.set_defaults(**options)
@@ -296,6 +296,11 @@ def parse_with_run(parser, argv):
         for name in ("shared_net", "activation"):  # the weights' shapes do not show these
             if getattr(given, name, None) != options.get(name):
                 parser.error(f"argument --{name.replace('_', '-')}: the run has {options[name]}")
+        for name in ("log_dir", "run_name"):
+            if getattr(given, name) != parser.get_default(name):
+                parser.error(f"argument --{name.replace('_', '-')}: not allowed with {option}")
+        if args.resume and given.seed != options["seed"]:
+            parser.error(f"argument --seed: the run has {options['seed']}, its generators go on")
         if given.total_timesteps != options["total_timesteps"]:
             given.num_iterations = None  # that of the run followed from its --total-timesteps
         args = given
@@ -316,8 +321,19 @@ def parse_with_run(parser, argv):
     return args
 
 
+def run_options(run_dir):
+    """Return the options of a run that another one can have too, {name: value}."""
+    options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
+    for name in ("resume", "eval", "video", "quiet", "log_dir", "run_name"):
+        options.pop(name)
+    return options
+
+
 def check_checkpoint(parser, args):
-    """Refuse options beside --resume or --eval whose network is not that of the checkpoint."""
+    """Refuse options beside --resume or --eval whose network is not that of the checkpoint.
+
+    Options that --resume does change are printed.
+    """
     option, run_dir = ("--resume", args.resume) if args.resume else ("--eval", args.eval)
     if run_dir:
         with option_error(parser, option):
@@ -326,6 +342,12 @@ def check_checkpoint(parser, args):
             model = make_model(args).state_dict()
             if shapes != {name: weight.shape for name, weight in model.items()}:
                 raise ValueError(f"network or normalisers in {run_dir} are not the options'")
+    if args.resume:
+        new, old = vars(args), run_options(run_dir)
+        names = [name for name in old if new[name] != old[name]]
+        changed = [f"{name} {new[name]} (was {old[name]})" for name in names]
+        if changed:
+            print(f"options changed: {', '.join(changed)}", file=sys.stderr)
 
 
 def check_rows(parser, args, num_rows, rows="rows"):
@@ -799,6 +821,14 @@ class ResSim(gym.Env):
         """
         return self.grid.observe(self.s[None], self.p[None])[0]
 
+    def get_state(self):
+        """Return what `set_state` of a simulation of this case and level needs to go on."""
+        return self.s, self.p, self.t, self.field, self.np_random
+
+    def set_state(self, state):
+        """Go on from a state."""
+        self.s, self.p, self.t, self.field, self.np_random = state
+
     def map_from(self, other):
         """Takes over the state of the same simulation on another (or the same) level.
 
@@ -954,6 +984,65 @@ class Game:
         episode = self.episode_return, self.episode_length
         return self.reset(), obs, reward, terminated, truncated and not terminated, *episode
 
+    def get_state(self):
+        """Return what `set_state` needs to go on as if nothing had happened, or None."""
+        state = env_state(self.env)
+        return state and (self.episode_return, self.episode_length, self.random, state)
+
+    def set_state(self, state):
+        """Go on from the state of a game like this one."""
+        self.episode_return, self.episode_length, self.random, state = state
+        set_env_state(self.env, state)
+
+
+class EnvPickler(pickle.Pickler):
+    """Refuses to pickle an env: Gymnasium's EzPickle keeps how it was made, not where it is."""
+
+    def persistent_id(self, value):
+        if isinstance(value, gym.Env):
+            raise pickle.PicklingError("an env")
+
+
+def layers(env):
+    """Return the env's wrappers, from outside, and the env itself."""
+    chain = [env]
+    while isinstance(chain[-1], gym.Wrapper):
+        chain.append(chain[-1].env)
+    return chain
+
+
+def env_state(env):
+    """Return what an env and its wrappers keep, as bytes; None if it cannot be pickled.
+
+    If the env has `get_state` and `set_state`, it says itself what that is.
+    """
+    *wrappers, inner = layers(env)
+    states = [{k: v for k, v in vars(w).items() if k not in ("env", "spec")} for w in wrappers]
+    states.append(inner.get_state() if says_its_state(inner) else vars(inner))
+    file = io.BytesIO()
+    try:
+        EnvPickler(file).dump(states)
+    except Exception:  # whatever an env's attributes raise
+        return None
+    return file.getvalue()
+
+
+def set_env_state(env, state):
+    """Put an env and its wrappers into the state of another one that was made alike."""
+    *states, inner_state = pickle.loads(state)
+    *wrappers, inner = layers(env)
+    for wrapper, attributes in zip(wrappers, states, strict=True):
+        vars(wrapper).update(attributes)
+    if says_its_state(inner):
+        inner.set_state(inner_state)
+    else:
+        vars(inner).update(inner_state)
+
+
+def says_its_state(env):
+    """Return whether an env has methods for its state; MuJoCo's set_state alone is none."""
+    return hasattr(env, "get_state") and hasattr(env, "set_state")
+
 
 def step_games(games, actions):
     """Step games of one level once, together if their env can. Returns a list of their records."""
@@ -980,21 +1069,33 @@ class Games:
     """
 
     def __init__(self, env_id, levels, seeds, rows, arrays, **options):
-        self.arrays = {name: array[:, rows] for name, array in arrays.items()}
+        self.rows, self.arrays = rows, {name: array[:, rows] for name, array in arrays.items()}
         self.games = []
         for m, member_seeds in enumerate(seeds[:, rows]):
             level = levels[m // 2]  # member 2l − 1 is one level below member 2l
             self.games.append([Game(env_id, level, int(s), **options) for s in member_seeds])
         self.maps = hasattr(self.games[0][0].env.unwrapped, "map_from")
 
-    def reset(self):
-        """Start all games from their seeds, each partner where its fine game starts."""
+    def reset(self, states=None):
+        """Start all games from their seeds, each partner where its fine game starts; those of an
+        actor that has one of the N `states` go on from it.
+        """
+        states = states[self.rows] if states else [None] * len(self.games[0])
+        starting = [i for i, state in enumerate(states) if state is None]
         for m, games in enumerate(self.games):
             for i, game in enumerate(games):
                 with named(game, "reset"):
-                    self.arrays["obs"][m, i] = game.reset(game.seed)
+                    if states[i] is not None:
+                        game.set_state(states[i][m])
+                    else:
+                        self.arrays["obs"][m, i] = game.reset(game.seed)
         for level in range(1, len(self.games) // 2 + 1):
-            self.start_partners(level, range(len(self.games[0])))
+            self.start_partners(level, starting)
+
+    def get_states(self):
+        """Return what `reset` needs to go on with these actors, None for one that cannot tell."""
+        states = [[game.get_state() for game in actor] for actor in zip(*self.games)]
+        return [None if None in actor else actor for actor in states]
 
     def start_partners(self, level, actors):
         """Start an episode of these actors' partners at the start of the fine game's episode."""
@@ -1730,7 +1831,8 @@ def take_step(optimizer, loss, max_grad_norm):
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
     if not torch.isfinite(norm):  # before it reaches the weights
-        raise GameError(f"loss {loss.item()}, its gradient is not finite: lower the rate?")
+        problem = f"loss {loss.item()}, its gradient is not finite: lower the learning rate?"
+        raise FloatingPointError(problem)
     optimizer.step()
 
 
@@ -1782,21 +1884,25 @@ def evaluate(model, pool, arrays, max_steps=100_000):
 class Logger:
     """Writes a run's folder: config.json, progress.csv, TensorBoard events; prints status lines."""
 
-    def __init__(self, run_dir, args, columns, last_iteration=0, first_step=None):
+    def __init__(self, run_dir, args, seeds, columns, last_iteration=0, first_step=None):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, only training needs it
 
         self.columns, self.args, self.last_iteration = columns, args, last_iteration
         self.start, self.rows = time.perf_counter(), []
         config = {"options": vars(args), "command": sys.argv, "versions": versions()}
-        (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        config["game_seeds"] = seeds.tolist()
+        write_file(run_dir / "config.json", (json.dumps(config, indent=2) + "\n").encode())
         self.events = SummaryWriter(str(run_dir), purge_step=first_step)
-        path = run_dir / "progress.csv"
-        rows = list(csv.DictReader(path.open())) if last_iteration else []
-        self.csv = path.open("w", newline="")
-        self.writer = csv.DictWriter(self.csv, columns)
+        path, kept = run_dir / "progress.csv", io.StringIO(newline="")
+        self.writer = csv.DictWriter(kept, columns)
         self.writer.writeheader()
-        self.writer.writerows(row for row in rows if int(row["iteration"]) <= last_iteration)
-        self.csv.flush()
+        if last_iteration:
+            with path.open(newline="") as file:
+                rows = list(csv.DictReader(file))
+            self.writer.writerows(r for r in rows if int(r["iteration"]) <= last_iteration)
+        write_file(path, kept.getvalue().encode())
+        self.csv = path.open("a", newline="")
+        self.writer = csv.DictWriter(self.csv, columns)
 
     def write(self, row, **scalars):
         """Log an iteration: `row` to progress.csv and TensorBoard, {tag: value} to the latter."""
@@ -1859,13 +1965,36 @@ def make_run_dir(args, script):
     return run_dir
 
 
-def save_checkpoint(run_dir, model, optimizer, generator, counters):
-    """Write RUN_DIR/checkpoint.pt atomically: whoever dies here leaves the old one whole."""
+def save_checkpoint(run_dir, model, optimizer, generator, counters, games=None):
+    """Write RUN_DIR/checkpoint.pt, and the games of a `save_games` to a file beside it.
+
+    Each checkpoint has its own games-ITERATION.pkl, there before it and removed after the next.
+    """
+    games_file = run_dir / f"games-{counters['iteration']}.pkl"
+    if games is not None:
+        write_file(games_file, pickle.dumps(games))
+    elif games_file.exists():  # this iteration is saved, with its games
+        return
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     state |= {"generator": generator.get_state(), "counters": counters}
-    partial = run_dir / "checkpoint.partial"
-    torch.save(state, partial)
-    os.replace(partial, run_dir / "checkpoint.pt")
+    file = io.BytesIO()
+    torch.save(state, file)
+    write_file(run_dir / "checkpoint.pt", file.getvalue())
+    for old in set(run_dir.glob("games-*.pkl")) - {games_file}:
+        old.unlink()
+
+
+def write_file(path, content):
+    """Write bytes to a file atomically: whoever dies here, or finds no room, leaves the old one."""
+    partial = path.with_suffix(".partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def load_checkpoint(run_dir, device="cpu"):
@@ -1882,13 +2011,38 @@ def restore(run_dir, model, optimizer, generator):
     return state["counters"]
 
 
+def save_games(args, pool, seeds, recent):
+    """Return what a resumed run needs to go on in the middle of its episodes."""
+    states = [state for answer in pool.call("get_states") for state in answer]
+    arrays = {name: array.copy() for name, array in pool.arrays.items() if name[0] != "*"}
+    games = {"made_of": [getattr(args, name) for name in GAMES_MADE_OF], "seeds": seeds}
+    return games | {"states": states, "arrays": arrays, "recent": recent}
+
+
+def load_games(args, iteration):
+    """Return what `save_games` did at the resumed run's checkpoint, None if that cannot be used.
+
+    Says so if games start new episodes. The file is a pickle: do not resume a stranger's run.
+    """
+    try:
+        games = pickle.loads((Path(args.resume) / f"games-{iteration}.pkl").read_bytes())
+        if games["made_of"] != [getattr(args, name) for name in GAMES_MADE_OF]:
+            raise ValueError("the run's games were made with other options")
+    except Exception as error:  # of any kind, if the file is damaged
+        print(f"all games start new episodes: {first_line(error)}", file=sys.stderr)
+        return None
+    if lost := games["states"].count(None):
+        print(f"{lost} games start new episodes: they could not be saved", file=sys.stderr)
+    return games
+
+
 @contextmanager
 def saved_at_the_end(save):
     """Save when the block ends, also by a GameError: the last iteration is complete then."""
     try:
         yield
     except GameError:
-        save()
+        save(with_games=False)
         raise
     save()
 
@@ -1923,6 +2077,8 @@ COLUMNS = (
     "policy_loss value_loss entropy approx_kl clipfrac explained_variance learning_rate"
 ).split()
 
+
+GAMES_MADE_OF = ("env", "num_envs", "levels")  # options
 
 MODEL_OPTIONS = (
     "hidden shared_net init_log_std activation layer_norm full_covariance norm_obs norm_value"
@@ -1983,6 +2139,14 @@ def make_pool(args, levels, seeds, num_workers, **options):
     return WorkerPool(games, layout, seeds.shape[1], num_workers)
 
 
+def reset(pool, games):
+    """Start all games of the pool; if there are `games` of a `load_games`, go on with these."""
+    if games:
+        for name, array in games["arrays"].items():
+            pool.arrays[name][:] = array
+    pool.call("reset", games and games["states"])
+
+
 def train(args):
     """Train as `args` say. Returns a namespace: run_dir, model, optimizer, history (logged rows),
     signal (the one that stopped the run, or None).
@@ -1999,20 +2163,27 @@ def train(args):
     run_dir = Path(args.resume) if args.resume else make_run_dir(args, "ppo_multilevel")
     if args.resume:
         counters = restore(run_dir, model, optimizer, generator)
-    # A resumed run starts new episodes, so their seeds depend on where it starts.
+    games = load_games(args, counters["iteration"]) if args.resume else None
+    # Games that start when a run is resumed must not repeat those that started with it.
     num_members = 2 * len(args.levels) - 1
     seeds = np.random.SeedSequence([args.seed, counters["iteration"]])
     seeds = seeds.generate_state(num_members * args.num_envs).reshape(num_members, -1)
-    recent = [deque(maxlen=100) for _ in args.levels]
+    if games:
+        seeds = np.where([state is None for state in games["states"]], seeds, games["seeds"])
+    recent = games["recent"] if games else [deque(maxlen=100) for _ in args.levels]
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         pool = stack.enter_context(closing(make_pool(args, args.levels, seeds, args.num_workers)))
         eval_pool = stack.enter_context(closing(make_eval_pool(args)))
         steps = counters["iteration"], counters["global_step"] + 1
-        logger = stack.enter_context(closing(Logger(run_dir, args, COLUMNS, *steps)))
-        save = functools.partial(save_checkpoint, run_dir, model, optimizer, generator, counters)
+        logger = stack.enter_context(closing(Logger(run_dir, args, seeds, COLUMNS, *steps)))
+
+        def save(with_games=True):
+            games = save_games(args, pool, seeds, recent) if with_games else None
+            save_checkpoint(run_dir, model, optimizer, generator, counters, games)
+
         stack.enter_context(saved_at_the_end(save))
-        pool.call("reset")
+        reset(pool, games)
         if args.eval_every and counters["iteration"] == 0:
             returns = evaluate(model, eval_pool, members(eval_pool)[0])
             logger.write(counters | {"eval_return": returns.mean()})
@@ -2053,12 +2224,14 @@ def train(args):
             coarsest = batches[0]
             row["explained_variance"] = explained_variance(coarsest["values"], coarsest["returns"])
             row["learning_rate"] = optimizer.param_groups[0]["lr"]
+            last = counters["iteration"] == args.num_iterations
+            try:
+                if args.eval_every and (last or counters["iteration"] % args.eval_every == 0):
+                    row["eval_return"] = evaluate(model, eval_pool, members(eval_pool)[0]).mean()
+            finally:
+                logger.write(row, **level_scalars(args.levels, recent, batches))
             if args.save_every and counters["iteration"] % args.save_every == 0:
                 save()
-            last = counters["iteration"] == args.num_iterations
-            if args.eval_every and (last or counters["iteration"] % args.eval_every == 0):
-                row["eval_return"] = evaluate(model, eval_pool, members(eval_pool)[0]).mean()
-            logger.write(row, **level_scalars(args.levels, recent, batches))
     if not args.quiet:
         print(time_split(logger.rows))
         print(f"run folder: {run_dir}")
@@ -2176,7 +2349,7 @@ def main():
     args = parse_args()
     try:
         result = evaluate_run(args) if args.eval else train(args)
-    except GameError as error:
+    except (GameError, FloatingPointError, OSError) as error:
         print(f"ppo_multilevel.py: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -123,6 +123,11 @@ def make(level, evaluation=False):
     return Levels(level)
 
 
+def make_cartpole(level, evaluation=False):
+    """Return a simulation without map_from."""
+    return gym.make("CartPole-v1")
+
+
 def make_other_spaces(level, evaluation=False):
     """Return a simulation whose observation space is another one on every level."""
     return Levels(level, obs_dim=level)

@@ -21,11 +21,11 @@ BANNER = "# --------------------------------------------------------------------
 DIFFERS = {
     "ppo_atari": (
         "parse_args make_env Game Games STEP_RESULTS STEP_OUTPUTS array_layout Model rollout "
-        "finish update make_model make_pool train record_video main"
+        "finish update GAMES_MADE_OF make_model make_pool train record_video main"
     ).split(),
     "ppo_multilevel": (
         "parse_args make_env Game Games rollout update normalised COLUMNS MODEL_OPTIONS make_model "
-        "make_eval_pool make_pool train evaluate_run record_video main"
+        "GAMES_MADE_OF make_eval_pool make_pool train evaluate_run record_video main"
     ).split(),
 }
 SIBLINGS = [name for name in SCRIPTS if name != "ppo"]

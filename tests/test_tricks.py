@@ -171,7 +171,7 @@ def reward_norm_literal(rollouts, gamma):
 
 def test_reward_norm_literal():
     """Rewards are divided by the deviation of all discounted sums, which begin anew at ends."""
-    rng, norm = np.random.default_rng(0), ppo.RewardNorm(0.9)
+    rng, norm = np.random.default_rng(0), ppo.RewardNorm(0.9, 3)
     rollouts = [(rng.normal(3, 2, (20, 3)), rng.random((20, 3)) < 0.2) for _ in range(3)]
     rollouts[1][0][5, 1] = 1e4
     for (rewards, ended), expected in zip(rollouts, reward_norm_literal(rollouts, 0.9)):
@@ -181,7 +181,7 @@ def test_reward_norm_literal():
 
 def test_rewards_are_cut():
     """A reward beyond ten deviations counts as ten."""
-    norm = ppo.RewardNorm(0.0)
+    norm = ppo.RewardNorm(0.0, 1)
     norm.update(torch.tensor([-1.0, 1.0]).repeat(10_000))
     ended = torch.zeros(3, 1, dtype=torch.bool)
     close(norm(torch.tensor([[50.0], [-50.0], [0.5]]), ended), [[10], [-10], [0.5]], rtol=0.2)
@@ -238,7 +238,7 @@ def test_statistics_are_loaded_and_frozen_in_evaluation(normalised_run, monkeypa
     returns = ppo.evaluate_run(ppo.parse_args(["--eval", str(normalised_run.run_dir)]))
     assert returns.mean() == normalised_run.history[-1]["eval_return"]
     expected = statistics(normalised_run.model.state_dict())
-    assert len(expected) == 9
+    assert len(expected) == 10
     for model in (calls[0].args[0], models[-1]):  # before and after
         for name, value in statistics(model.state_dict()).items():
             assert torch.equal(value, expected[name]), name
