@@ -67,6 +67,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -77,6 +78,7 @@ from types import SimpleNamespace
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.distributed as dist
 from scipy import sparse
 from scipy.sparse.linalg import splu
 from torch import nn
@@ -91,7 +93,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, description=description, allow_abbrev=False)
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {message}\n" if rank() == 0 else None)
 
 
 def number(kind, low=-math.inf, high=math.inf, open_low=False):
@@ -136,6 +138,10 @@ def add_common_arguments(parser, **defaults):
     text = "auto, cpu, cuda or mps; auto: cpu, best for small networks; Atari: cuda if there is one"
     option("--device", str, "auto", text)
     option("--num-workers", natural, 0, "processes that step the games; 0: step them in this one")
+    text = "end a run whose workers take more seconds than this for a step; 0: wait"
+    option("--step-timeout", coefficient, 0, text)
+    text = "how often to start a worker again that fails in a step; its episodes count as truncated"
+    option("--restart-workers", natural, 0, text)
     option("--log-dir", str, "runs", "folder that receives the run's own folder")
     option("--run-name", str, None, "name of the run's folder; default env__script__seed__time")
     option("--eval-every", natural, 0, "iterations between evaluations; 0: never")
@@ -143,7 +149,11 @@ def add_common_arguments(parser, **defaults):
     option("--save-every", natural, 50, "iterations between checkpoints; 0: only at the end")
     option("--resume", str, None, "continue this run; options beside it replace the run's")
     option("--eval", str, None, "evaluate this run's policy (its mode), print mean ± sd and stop")
+    text = "with --eval: sample the actions instead of taking the policy's mode"
+    group.add_argument("--sample", action="store_true", help=text)
     group.add_argument("--video", action="store_true", help="with --eval: also write video.mp4")
+    text = "with --eval: also write policy.onnx, from observations to the env's actions"
+    group.add_argument("--export-onnx", action="store_true", help=text)
     group.add_argument("--quiet", action="store_true", help="print no status lines")
 
     group = parser.add_argument_group("sampling")
@@ -263,13 +273,14 @@ def check_levels(parser, args):
             if spaces[-1] != spaces[0]:
                 raise ValueError(f"level {level} of {args.env} has other spaces than the first")
     if args.coupling == "step" and not hasattr(env.unwrapped, "map_from"):
-        print(f"{args.env} has no map_from: partners get common seeds and noise", file=sys.stderr)
+        report(f"{args.env} has no map_from: partners get common seeds and noise")
         args.coupling = "noise"
 
 
 def num_cores():
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """Return the number of cores that this process may use, its share if torchrun started it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def steps_per_iteration(args):
@@ -282,8 +293,13 @@ def parse_with_run(parser, argv):
     args = parser.parse_args(argv)
     if args.resume and args.eval:
         parser.error("argument --resume: not allowed with argument --eval")
-    if args.video and not args.eval:
-        parser.error("argument --video: only with --eval")
+    for name in ("sample", "video", "export_onnx"):
+        if getattr(args, name) and not args.eval:
+            parser.error(f"argument --{name.replace('_', '-')}: only with --eval")
+    if args.export_onnx and importlib.util.find_spec("onnx") is None:
+        parser.error("argument --export-onnx: needs a package, pip install onnx")
+    if args.eval and num_ranks() > 1:
+        parser.error("argument --eval: takes one process, not torchrun")
     run_dir, option = args.resume or args.eval, "--resume" if args.resume else "--eval"
     if run_dir:
         with option_error(parser, option):
@@ -291,6 +307,8 @@ def parse_with_run(parser, argv):
             load_checkpoint(run_dir)
             if unknown := options.keys() - vars(args).keys():
                 raise ValueError(f"{run_dir} is a run of another script, it has {min(unknown)}")
+        checked = vars(parser.parse_args(words(options)))
+        options |= {name: checked[name] for name in options if name != "total_timesteps"}
         parser.set_defaults(**options)
         given = parser.parse_args(argv)
         for name in ("shared_net", "activation"):  # the weights' shapes do not show these
@@ -299,9 +317,9 @@ def parse_with_run(parser, argv):
         for name in ("log_dir", "run_name"):
             if getattr(given, name) != parser.get_default(name):
                 parser.error(f"argument --{name.replace('_', '-')}: not allowed with {option}")
-        if args.resume and given.seed != options["seed"]:
+        if args.resume and given.seed != options.get("seed", given.seed):
             parser.error(f"argument --seed: the run has {options['seed']}, its generators go on")
-        if given.total_timesteps != options["total_timesteps"]:
+        if given.total_timesteps != options.get("total_timesteps"):
             given.num_iterations = None  # that of the run followed from its --total-timesteps
         args = given
     if args.device not in ("auto", "cpu", "cuda", "mps"):
@@ -310,6 +328,9 @@ def parse_with_run(parser, argv):
         parser.error("argument --device: there is no cuda device here, use cpu")
     if args.device == "mps" and not torch.backends.mps.is_available():
         parser.error("argument --device: there is no mps device here, use cpu")
+    for name in ("step_timeout", "restart_workers"):
+        if getattr(args, name) and not args.num_workers:
+            parser.error(f"argument --{name.replace('_', '-')}: only with --num-workers above 0")
     if run_dir:
         return args
     with option_error(parser, "--log-dir"):
@@ -323,10 +344,29 @@ def parse_with_run(parser, argv):
 
 def run_options(run_dir):
     """Return the options of a run that another one can have too, {name: value}."""
-    options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
-    for name in ("resume", "eval", "video", "quiet", "log_dir", "run_name"):
-        options.pop(name)
+    path = Path(run_dir) / "config.json"
+    try:
+        options = json.loads(path.read_text())["options"]
+        options["env"]  # there in any run
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{path} is damaged") from None
+    for name in "resume eval sample video export_onnx quiet log_dir run_name".split():
+        options.pop(name, None)
     return options
+
+
+def words(options):
+    """Return options {name: value} as the words of a command line."""
+    line = []
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            line.append(option if value else f"--no-{option[2:]}")
+        elif isinstance(value, list):
+            line += [option, *map(str, value)]
+        elif value is not None and name != "total_timesteps":  # num_iterations follows from it
+            line.append(f"{option}={value}")
+    return line
 
 
 def check_checkpoint(parser, args):
@@ -337,24 +377,29 @@ def check_checkpoint(parser, args):
     option, run_dir = ("--resume", args.resume) if args.resume else ("--eval", args.eval)
     if run_dir:
         with option_error(parser, option):
-            weights = load_checkpoint(run_dir)["model"]
+            weights, model = load_checkpoint(run_dir)["model"], make_model(args)
             shapes = {name: weight.shape for name, weight in weights.items()}
-            model = make_model(args).state_dict()
-            if shapes != {name: weight.shape for name, weight in model.items()}:
+            if shapes != {name: weight.shape for name, weight in model.state_dict().items()}:
                 raise ValueError(f"network or normalisers in {run_dir} are not the options'")
+            restore(run_dir, model, make_optimizer(model), torch.Generator())  # if it can be
     if args.resume:
         new, old = vars(args), run_options(run_dir)
         names = [name for name in old if new[name] != old[name]]
         changed = [f"{name} {new[name]} (was {old[name]})" for name in names]
         if changed:
-            print(f"options changed: {', '.join(changed)}", file=sys.stderr)
+            report(f"options changed: {', '.join(changed)}")
 
 
 def check_rows(parser, args, num_rows, rows="rows"):
-    """Refuse a number of minibatches that does not divide the rows."""
+    """Refuse minibatches that the rows cannot be divided into, or ranks that share unequally."""
     B = args.num_minibatches
     if num_rows % B:
         parser.error(f"argument --num-minibatches: {B} does not divide the {num_rows} {rows}")
+    if num_rows // B % num_ranks():
+        problem = f"{num_ranks()} ranks cannot share {num_rows // B} {rows} of a minibatch equally"
+        parser.error(f"argument --num-minibatches: {problem}")
+    if args.num_envs % num_ranks():
+        parser.error(f"argument --num-envs: {num_ranks()} ranks cannot share {args.num_envs} games")
 
 
 def check_normaliser(parser, args, num_rows):
@@ -1091,6 +1136,8 @@ class Games:
                         self.arrays["obs"][m, i] = game.reset(game.seed)
         for level in range(1, len(self.games) // 2 + 1):
             self.start_partners(level, starting)
+        for m in range(len(self.games)):
+            self.check_finite(m)
 
     def get_states(self):
         """Return what `reset` needs to go on with these actors, None for one that cannot tell."""
@@ -1121,6 +1168,7 @@ class Games:
             with named(partner, "map_from"):
                 partner.env.unwrapped.map_from(fine.env.unwrapped)
                 self.arrays["obs"][2 * level - 1, i] = partner.env.unwrapped.psi()
+        self.check_finite(2 * level - 1)
         self.arrays["seconds"][2 * level - 1, 0] += time.perf_counter() - started
 
     def step(self, level=0):
@@ -1133,12 +1181,25 @@ class Games:
                     self.arrays[name][m, i] = value
             self.arrays["seconds"][m, 0] += time.perf_counter() - started
             self.arrays["steps"][m, 0] += len(records)
+            self.check_finite(m)
         if level:
             # Where the fine episode ended, the partner's ends with it and a new pair starts.
             ended = self.arrays["episode_length"][2 * level] > 0
             truncated = self.arrays["truncated"][2 * level - 1]
             truncated |= ended & ~self.arrays["terminated"][2 * level - 1]
             self.start_partners(level, np.flatnonzero(ended))
+
+    def check_finite(self, m):
+        """Raise GameError if a member's game made a number that is none."""
+        check_finite({name: array[m] for name, array in self.arrays.items()}, self.games[m])
+
+    def restart(self, _):
+        """Start new games after a failure in a step: the episodes end there."""
+        for game in itertools.chain(*self.games):
+            game.seed = new_seed()
+            game.random = np.random.default_rng(game.seed)
+        set_truncated(self.arrays)
+        self.reset()
 
     def close(self):
         """Close all envs."""
@@ -1226,61 +1287,92 @@ class WorkerPool:
     `call` sends. Observations, actions, rewards and flags stay in `arrays`, which all processes
     share; only the command and a small answer go through the pipe.
 
-    Raises GameError when a game raises or a worker dies.
+    Raises GameError when a game raises, a worker dies, or takes more than `timeout` seconds per
+    step; but starts a worker again that fails in a step, as long as there are `restarts_left`.
     """
 
-    def __init__(self, make_games, layout, num_envs, num_workers, start_method=None):
+    def __init__(self, make_games, layout, num_envs, num_workers, timeout=0, start_method=None):
         # A fork shares the memory of all imported libraries, but is safe on Linux only.
         start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
-        context = multiprocessing.get_context(start_method)
-        buffers = {}
+        self.context = multiprocessing.get_context(start_method)
+        self.make_games, self.buffers = make_games, {}
         for name, (shape, dtype) in layout.items():
             size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
-            buffers[name] = context.RawArray("b", size), shape, dtype
-        self.arrays = view(buffers)
-        self.workers, self.games = [], None
+            self.buffers[name] = self.context.RawArray("b", size), shape, dtype
+        self.arrays = view(self.buffers)
+        self.workers, self.games, self.timeout = [], None, timeout or None
+        self.restarts, self.restarts_left = 0, 0
         if num_workers == 0:
             self.games = make_games(slice(0, num_envs), self.arrays)
             return
-        for share in np.array_split(np.arange(num_envs), min(num_workers, num_envs)):
-            pipe, remote = context.Pipe()
-            rows = slice(int(share[0]), int(share[-1]) + 1)
-            arguments = (remote, make_games, rows, buffers)
-            process = context.Process(target=worker_process, args=arguments, daemon=True)
-            process.start()
-            remote.close()
-            self.workers.append((pipe, process))
+        shares = np.array_split(np.arange(num_envs), min(num_workers, num_envs))
+        self.rows = [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
+        self.workers = [self.start(rows) for rows in self.rows]
         try:
             self.receive()
         except BaseException:  # one of them could not start
             self.close()
             raise
 
-    def call(self, command, *arguments):
-        """Have every worker carry out a command. Return the list of their answers."""
+    def start(self, rows):
+        """Start a worker for these games. Return its pipe and process."""
+        pipe, remote = self.context.Pipe()
+        arguments = (remote, self.make_games, rows, self.buffers)
+        process = self.context.Process(target=worker_process, args=arguments, daemon=True)
+        process.start()
+        remote.close()
+        return pipe, process
+
+    def call(self, command, *arguments, steps=0):
+        """Have every worker carry out a command that takes this many steps of its games.
+
+        Returns the list of their answers.
+        """
         if self.games is not None:
             return [getattr(self.games, command)(*arguments)]
         for pipe, _ in self.workers:
             with suppress(BrokenPipeError):  # receive reports a dead worker
                 pipe.send((command, *arguments))
-        return self.receive()
+        return self.receive(command, steps)
 
-    def receive(self):
-        """Return the answers of all workers; raise the first GameError among them."""
-        answers = []
-        for i, (pipe, process) in enumerate(self.workers):
-            multiprocessing.connection.wait([pipe, process.sentinel])
-            try:
-                if not pipe.poll():
-                    raise EOFError
-                answers.append(pipe.recv())
-            except (EOFError, ConnectionError):
-                process.join()
-                answers.append(GameError(f"worker {i} died with exit code {process.exitcode}"))
-        for answer in answers:
-            if isinstance(answer, GameError):
-                raise answer
+    def receive(self, command=None, steps=0):
+        """Return the answers of all workers; raise the first GameError that no restart mends."""
+        answers = [self.answer(i, steps) for i in range(len(self.workers))]
+        for i, answer in enumerate(answers):
+            while isinstance(answer, GameError):
+                if not steps or not self.restarts_left:
+                    raise answer
+                answer = answers[i] = self.restart(i, answer, command, steps)
         return answers
+
+    def answer(self, i, steps):
+        """Return the answer of worker i, or the GameError that is the reason why there is none."""
+        pipe, process = self.workers[i]
+        limit = self.timeout * steps if self.timeout and steps else None
+        if not multiprocessing.connection.wait([pipe, process.sentinel], limit):
+            return GameError(f"worker {i} has not answered for {limit:g} s, see --step-timeout")
+        try:
+            if not pipe.poll():
+                raise EOFError
+            return pipe.recv()
+        except (EOFError, ConnectionError):
+            process.join()
+            return GameError(f"worker {i} died with exit code {process.exitcode}")
+
+    def restart(self, i, error, command, steps):
+        """Start worker i again, with new games. Return its answer for the command."""
+        self.restarts, self.restarts_left = self.restarts + 1, self.restarts_left - 1
+        print(f"worker {i} starts again: {first_line(error)}", file=sys.stderr, flush=True)
+        pipe, process = self.workers[i]
+        process.kill()
+        process.join()
+        pipe.close()
+        self.workers[i] = self.start(self.rows[i])
+        answer = self.answer(i, 0)
+        if not isinstance(answer, GameError):
+            self.workers[i][0].send(("restart", command))
+            answer = self.answer(i, steps)
+        return answer
 
     def close(self):
         """Close the games and end the processes, also those that do not answer."""
@@ -1296,13 +1388,116 @@ class WorkerPool:
                 process.join()
 
 
-def check_finite(arrays, where):
+def check_finite(arrays, games):
     """Raise GameError if the games' step made an observation or reward that is no number."""
     for name in ("obs", "final_obs", "rewards"):
         # The sum is the quick test; it may overflow where all entries are finite.
         if not math.isfinite(arrays[name].sum()) and not np.isfinite(arrays[name]).all():
-            game = int(np.argwhere(~np.isfinite(arrays[name]))[0][0])
-            raise GameError(f"NaN or infinity in {name} of game {game} at {where}")
+            game = games[int(np.argwhere(~np.isfinite(arrays[name]))[0][0])]
+            raise GameError(f"NaN or infinity in {name} of {game.name} (seed {game.seed})")
+
+
+def new_seed():
+    """Return a seed that no game has had."""
+    return int(np.random.SeedSequence().generate_state(1)[0])
+
+
+def set_truncated(arrays):
+    """Let the last step of these games' arrays have ended their episodes, as a time limit does."""
+    arrays["final_obs"][:] = np.nan_to_num(arrays["obs"], posinf=0, neginf=0)
+    last = {"rewards": 0, "terminated": False, "truncated": True}
+    for name, value in (last | {"episode_return": math.nan, "episode_length": 0}).items():
+        arrays[name][:] = value
+
+
+# ------------------------------------------------------------------------------------ ranks
+
+# torchrun starts several processes, the ranks, to train one model. A rank has its share of the
+# games, and gets the rows of all: statistics and minibatches are those of one process. Of each
+# minibatch it takes its share; then the ranks average their gradients.
+
+
+def rank():
+    """Return this process's number among those that torchrun started, 0 without torchrun."""
+    return int(os.environ["RANK"]) if dist.is_torchelastic_launched() else 0
+
+
+def num_ranks():
+    """Return how many processes torchrun started, 1 without torchrun."""
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+
+
+def report(message):
+    """Print a message, once for all ranks."""
+    if rank() == 0:
+        print(message, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def connected_ranks(model):
+    """Connect the ranks while the block runs; they start from rank 0's parameters."""
+    if num_ranks() == 1:
+        yield
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        for tensor in model.state_dict().values():
+            dist.broadcast(tensor, 0)
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def own_games(num_envs):
+    """Return the slice of all games that this rank has."""
+    share = num_envs // num_ranks()
+    return slice(rank() * share, (rank() + 1) * share)
+
+
+def own_rows(minibatch, axis=0):
+    """Return this rank's share of a minibatch's rows: every num_ranks-th."""
+    share = (*[slice(None)] * axis, slice(rank(), None, num_ranks()))
+    return {name: column[share] for name, column in minibatch.items()}
+
+
+def gathered(buffer):
+    """Return a buffer, tensors (T, N, ...), with the games of all ranks side by side."""
+    if num_ranks() == 1:
+        return buffer
+    with lost_rank(GameError):
+        for name, column in buffer.items():
+            column = column.contiguous()
+            parts = [torch.empty_like(column) for _ in range(num_ranks())]
+            dist.all_gather(parts, column)
+            buffer[name] = torch.cat(parts, dim=1)
+    return buffer
+
+
+def gathered_objects(value):
+    """Return the list of the ranks' values."""
+    values = [value] * num_ranks()
+    if num_ranks() > 1:
+        with lost_rank(GameError):
+            dist.all_gather_object(values, value)
+    return values
+
+
+def averaged(tensor):
+    """Return the mean of the ranks' tensors, which replaces this one."""
+    if num_ranks() > 1:
+        with lost_rank(ConnectionError):  # in the middle of an update: nothing to save
+            dist.all_reduce(tensor)
+        tensor /= num_ranks()
+    return tensor
+
+
+@contextmanager
+def lost_rank(kind):
+    """Raise an error of this kind if another rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise kind(f"rank {rank()} has lost another one: {first_line(error)}") from None
 
 
 # ------------------------------------------------------------------------------------ model
@@ -1547,6 +1742,10 @@ class Model(nn.Module):
         actions = self.head.mode(pi) if noise is None else self.head.sample(pi, noise)
         arrays["actions"][:] = actions.cpu().numpy()
 
+    def policy(self, obs, *action_mask):
+        """The policy's mode for observations (M, D): a tuple (actions (M, ...),)."""
+        return (self.head.mode(self.head(self.actor(self.obs_norm(obs)), *action_mask)),)
+
     def see(self, arrays):
         """Return the input of the hidden layers (N, ·), and the flags of allowed actions if any."""
         obs, *mask = to_tensors(arrays, self.inputs, self.value.weight.device)
@@ -1589,18 +1788,17 @@ def rollout(model, pool, level, args, generator):
         if by_step:
             pool.call("synchronize", level)
         for m, arrays in enumerate(pair):
-            check_finite(arrays, f"the start of step {t} on level {args.levels[level - m]}")
             if m and by_step:  # a partner takes the fine member's action
                 arrays["actions"][:] = pair[0]["actions"]
             else:
                 act(arrays, step_noise)
             store(buffers[m], t, arrays, model.stored)
-        pool.call("step", level)
+        pool.call("step", level, steps=1)
         for m, arrays in enumerate(pair):
-            check_finite(arrays, f"step {t} on level {args.levels[level - m]}")
             store(buffers[m], t, arrays, STEP_RESULTS)
         episodes += ended_episodes(pair[0])
-    return [finish(model, buffer) for buffer in buffers], episodes
+    buffers = [gathered(finish(model, buffer)) for buffer in buffers]
+    return buffers, sum(gathered_objects(episodes), [])
 
 
 def sampler(model):
@@ -1643,8 +1841,9 @@ def make_buffer(model, arrays, num_steps):
 
 def make_noise(model, num_steps, num_envs, generator):
     """Return the noise that makes a rollout's actions random, (T, N, ·)."""
-    noise = model.head.noise(num_steps * num_envs, generator)
-    return noise.view(num_steps, num_envs, -1).to(model.value.weight.device)
+    num_envs *= num_ranks()
+    noise = model.head.noise(num_steps * num_envs, generator).view(num_steps, num_envs, -1)
+    return noise[:, own_games(num_envs)].to(model.value.weight.device)
 
 
 def store(buffer, t, arrays, names):
@@ -1782,7 +1981,7 @@ def update(model, optimizer, batch, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     seen = []
     weights = signed_weights(args.num_steps, args.num_envs, args.num_minibatches)
-    weights = weights.to(batch["obs"].device)
+    weights = weights.to(batch["obs"].device)[rank() :: num_ranks()]  # of `own_rows`
     # Literally, a partner's row is +min(r Ã, clip(r) Ã): its ratio may run away, and with it the
     # sum to −∞. Bounded, it is −min(−r Ã, −clip(r) Ã), PPO's own bound for an advantage of −Ã, with
     # the same gradient at π_old; and the value function fits the rows of positive weight.
@@ -1798,6 +1997,7 @@ def update(model, optimizer, batch, args, generator):
             mb = {name: column[mb_rows] for name, column in batch.items()}
             if args.norm_adv == "minibatch":
                 mb["advantages"] = normalised(mb["advantages"], coarsest)
+            mb = own_rows(mb)
             if bounded:
                 mb["advantages"] = weights * mb["advantages"]
             *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
@@ -1806,8 +2006,9 @@ def update(model, optimizer, batch, args, generator):
             # ML, Algorithm 4: loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}]
             loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
             approx_kl, clipfrac = policy_change(logratio[weights > 0].detach(), args.clip_coef)
-            seen.append(torch.stack([*terms, approx_kl, clipfrac]).detach())
-            if args.target_kl is not None and approx_kl > args.target_kl:
+            row = torch.stack([*terms, approx_kl, clipfrac]).detach()
+            seen.append(averaged(row))
+            if args.target_kl is not None and row[3] > args.target_kl:
                 return summary(seen)
             take_step(optimizer, loss, args.max_grad_norm)
     return summary(seen)
@@ -1829,6 +2030,8 @@ def take_step(optimizer, loss, max_grad_norm):
         if parameter.grad is not None:
             parameter.grad.zero_()  # not None: the gradient is a view of its vector, see `flatten`
     loss.backward()
+    for parameter in parameters:
+        averaged(parameter.grad)
     norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
     if not torch.isfinite(norm):  # before it reaches the weights
         problem = f"loss {loss.item()}, its gradient is not finite: lower the learning rate?"
@@ -1860,22 +2063,30 @@ def explained_variance(values, returns):
 
 
 @torch.no_grad()
-def evaluate(model, pool, arrays, max_steps=100_000):
-    """Play one whole episode with the policy's mode in every game. Return the returns, (E,).
+def evaluate(model, pool, arrays, generator=None, max_steps=100_000):
+    """Play one whole episode in every game. Return the returns, (E,).
 
-    Raises GameError if an episode takes more than `max_steps` steps.
+    With a generator actions are sampled, else the policy's mode is taken. Raises GameError if an
+    episode takes more than `max_steps` steps.
     """
     pool.call("reset")
     returns = np.full(len(arrays["rewards"]), math.nan)
-    for t in range(max_steps):
-        model.act(arrays)
-        pool.call("step")
-        check_finite(arrays, f"step {t} of the evaluation")
+    for _ in range(max_steps):
+        model.act(arrays, evaluation_noise(model, len(returns), generator))
+        pool.call("step", steps=1)
         first = np.isnan(returns)
         returns[first] = arrays["episode_return"][first]
         if not np.isnan(returns).any():
             return returns
     raise GameError(f"evaluation: an episode has not ended after {max_steps} steps")
+
+
+def evaluation_noise(model, num_envs, generator):
+    """Return the noise (N, ·) of a step's actions, None without a generator."""
+    if generator is None:
+        return None
+    noise = model.head.noise(num_envs, generator).view(num_envs, -1)
+    return noise.to(model.value.weight.device)
 
 
 # ------------------------------------------------------------------------------------ run folder
@@ -1888,7 +2099,9 @@ class Logger:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, only training needs it
 
         self.columns, self.args, self.last_iteration = columns, args, last_iteration
-        self.start, self.rows = time.perf_counter(), []
+        self.run_dir, self.start, self.rows = run_dir, time.perf_counter(), []
+        if rank() > 0:
+            return
         config = {"options": vars(args), "command": sys.argv, "versions": versions()}
         config["game_seeds"] = seeds.tolist()
         write_file(run_dir / "config.json", (json.dumps(config, indent=2) + "\n").encode())
@@ -1907,16 +2120,20 @@ class Logger:
     def write(self, row, **scalars):
         """Log an iteration: `row` to progress.csv and TensorBoard, {tag: value} to the latter."""
         self.rows.append(row)
-        self.writer.writerow({name: row.get(name) for name in self.columns})
-        self.csv.flush()
+        if rank() > 0:
+            return
         for name in ("episodic_return", "episodic_length", "eval_return", "learning_rate", "sps"):
             scalars[f"charts/{'SPS' if name == 'sps' else name}"] = row.get(name)
+        scalars["charts/restarts"] = row.get("restarts")
         for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"):
             scalars[f"losses/{name}"] = row.get(name)
         scalars["losses/explained_variance"] = row.get("explained_variance")
-        for tag, value in scalars.items():
-            if value is not None and math.isfinite(value):
-                self.events.add_scalar(tag, value, row["global_step"])
+        with named_file(self.run_dir):
+            self.writer.writerow({name: row.get(name) for name in self.columns})
+            self.csv.flush()
+            for tag, value in scalars.items():
+                if value is not None and math.isfinite(value):
+                    self.events.add_scalar(tag, value, row["global_step"])
         if not self.args.quiet:
             print(self.status(row), flush=True)
 
@@ -1934,8 +2151,11 @@ class Logger:
 
     def close(self):
         """Close the files."""
-        self.csv.close()
-        self.events.close()
+        if rank() > 0:
+            return
+        with named_file(self.run_dir):
+            self.csv.close()
+            self.events.close()
 
 
 def versions():
@@ -1955,7 +2175,9 @@ def folder_name(name):
 
 
 def make_run_dir(args, script):
-    """Create and return the run's folder; raises FileExistsError if --run-name is taken."""
+    """Create and return the run's folder, on rank 0; FileExistsError if --run-name is taken."""
+    if rank() > 0:
+        return None
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name = args.run_name or f"{args.env}__{script}__{args.seed}__{stamp}"
     run_dir = Path(args.log_dir) / folder_name(name)
@@ -1987,19 +2209,39 @@ def save_checkpoint(run_dir, model, optimizer, generator, counters, games=None):
 def write_file(path, content):
     """Write bytes to a file atomically: whoever dies here, or finds no room, leaves the old one."""
     partial = path.with_suffix(".partial")
-    try:
+    with named_file(path):
         with partial.open("wb") as file:
             file.write(content)
+            file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+
+
+@contextmanager
+def named_file(path):
+    """Give an OSError, like that of a full disk, the name of the file."""
+    try:
+        yield
     except OSError as error:
         error.filename = str(path)
         raise
 
 
 def load_checkpoint(run_dir, device="cpu"):
-    """Read RUN_DIR/checkpoint.pt: tensors and plain values, no code runs from the file."""
-    return torch.load(Path(run_dir) / "checkpoint.pt", map_location=device, weights_only=True)
+    """Read RUN_DIR/checkpoint.pt: tensors and plain values, no code runs from the file.
+
+    Raises OSError if it cannot be read, ValueError if it is no checkpoint of these scripts.
+    """
+    path = Path(run_dir) / "checkpoint.pt"
+    content = io.BytesIO(path.read_bytes())
+    try:
+        state = torch.load(content, map_location=device, weights_only=True)
+    except Exception:  # of many kinds
+        raise ValueError(f"{path} is damaged") from None
+    parts = {"model", "optimizer", "generator", "counters"}
+    if not isinstance(state, dict) or state.keys() != parts:
+        raise ValueError(f"{path} is no checkpoint of these scripts")
+    return state
 
 
 def restore(run_dir, model, optimizer, generator):
@@ -2012,11 +2254,11 @@ def restore(run_dir, model, optimizer, generator):
 
 
 def save_games(args, pool, seeds, recent):
-    """Return what a resumed run needs to go on in the middle of its episodes."""
+    """Return what a resumed run needs to go on in the middle of its episodes, for every rank."""
     states = [state for answer in pool.call("get_states") for state in answer]
     arrays = {name: array.copy() for name, array in pool.arrays.items() if name[0] != "*"}
     games = {"made_of": [getattr(args, name) for name in GAMES_MADE_OF], "seeds": seeds}
-    return games | {"states": states, "arrays": arrays, "recent": recent}
+    return gathered_objects(games | {"states": states, "arrays": arrays, "recent": recent})
 
 
 def load_games(args, iteration):
@@ -2026,14 +2268,16 @@ def load_games(args, iteration):
     """
     try:
         games = pickle.loads((Path(args.resume) / f"games-{iteration}.pkl").read_bytes())
-        if games["made_of"] != [getattr(args, name) for name in GAMES_MADE_OF]:
+        if len(games) != num_ranks():
+            raise ValueError(f"the run had {len(games)} ranks")
+        if games[0]["made_of"] != [getattr(args, name) for name in GAMES_MADE_OF]:
             raise ValueError("the run's games were made with other options")
     except Exception as error:  # of any kind, if the file is damaged
-        print(f"all games start new episodes: {first_line(error)}", file=sys.stderr)
+        report(f"all games start new episodes: {first_line(error)}")
         return None
-    if lost := games["states"].count(None):
-        print(f"{lost} games start new episodes: they could not be saved", file=sys.stderr)
-    return games
+    if lost := sum(part["states"].count(None) for part in games):
+        report(f"{lost} games start new episodes: they could not be saved")
+    return games[rank()]
 
 
 @contextmanager
@@ -2061,7 +2305,12 @@ class StopRequest:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = signum
-        print("stopping after this iteration; once more to stop now", file=sys.stderr, flush=True)
+        report("stopping after this iteration; once more to stop now")
+
+    def received(self):
+        """Return whether any rank has received a signal."""
+        self.signal = max(gathered_objects(self.signal or 0)) or None
+        return self.signal is not None
 
     def __exit__(self, *_):
         for signum, handler in self.handlers.items():
@@ -2071,7 +2320,7 @@ class StopRequest:
 # ------------------------------------------------------------------------------------ train
 
 COLUMNS = (
-    "iteration global_step wall_seconds sim_seconds sim_cost "
+    "iteration global_step wall_seconds restarts sim_seconds sim_cost "
     "simulation_seconds policy_seconds update_seconds sps "
     "episodic_return episodic_length eval_return "
     "policy_loss value_loss entropy approx_kl clipfrac explained_variance learning_rate"
@@ -2122,9 +2371,10 @@ EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every r
 
 
 def make_eval_pool(args):
-    """Return the pool of evaluation games, stepped in this process."""
+    """Return the pool of evaluation games; only a worker can be timed."""
     seeds = EVAL_SEED + np.arange(args.eval_episodes)
-    return make_pool(args, [args.eval_level], seeds[np.newaxis], 0, evaluation=True)
+    num_workers = int(args.step_timeout > 0)
+    return make_pool(args, [args.eval_level], seeds[np.newaxis], num_workers, evaluation=True)
 
 
 def make_pool(args, levels, seeds, num_workers, **options):
@@ -2136,7 +2386,7 @@ def make_pool(args, levels, seeds, num_workers, **options):
     layout = {name: ((len(seeds), *shape), dtype) for name, (shape, dtype) in layout.items()}
     env.close()
     games = functools.partial(Games, args.env, levels, seeds, **options)
-    return WorkerPool(games, layout, seeds.shape[1], num_workers)
+    return WorkerPool(games, layout, seeds.shape[1], num_workers, args.step_timeout)
 
 
 def reset(pool, games):
@@ -2158,33 +2408,42 @@ def train(args):
     model = make_model(args)
     optimizer = make_optimizer(model)
     generator = torch.Generator().manual_seed(args.seed)
-    counters = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0}
+    counters = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "restarts": 0}
     counters |= {"sim_seconds": 0.0, "sim_cost": 0.0}
     run_dir = Path(args.resume) if args.resume else make_run_dir(args, "ppo_multilevel")
     if args.resume:
-        counters = restore(run_dir, model, optimizer, generator)
+        counters |= restore(run_dir, model, optimizer, generator)
     games = load_games(args, counters["iteration"]) if args.resume else None
     # Games that start when a run is resumed must not repeat those that started with it.
     num_members = 2 * len(args.levels) - 1
     seeds = np.random.SeedSequence([args.seed, counters["iteration"]])
     seeds = seeds.generate_state(num_members * args.num_envs).reshape(num_members, -1)
+    seeds = seeds[:, own_games(args.num_envs)]
     if games:
         seeds = np.where([state is None for state in games["states"]], seeds, games["seeds"])
     recent = games["recent"] if games else [deque(maxlen=100) for _ in args.levels]
+    evaluates = args.eval_every and rank() == 0
     with ExitStack() as stack:
+        if not args.quiet and rank() == 0:
+            stack.callback(print, f"run folder: {run_dir}")
         stop = stack.enter_context(StopRequest())
+        stack.enter_context(connected_ranks(model))
         pool = stack.enter_context(closing(make_pool(args, args.levels, seeds, args.num_workers)))
-        eval_pool = stack.enter_context(closing(make_eval_pool(args)))
+        if evaluates or args.eval_level > args.levels[-1]:
+            eval_pool = stack.enter_context(closing(make_eval_pool(args)))
         steps = counters["iteration"], counters["global_step"] + 1
-        logger = stack.enter_context(closing(Logger(run_dir, args, seeds, COLUMNS, *steps)))
+        all_seeds = np.concatenate(gathered_objects(seeds), axis=-1)
+        logger = stack.enter_context(closing(Logger(run_dir, args, all_seeds, COLUMNS, *steps)))
 
         def save(with_games=True):
             games = save_games(args, pool, seeds, recent) if with_games else None
-            save_checkpoint(run_dir, model, optimizer, generator, counters, games)
+            if rank() == 0:
+                save_checkpoint(run_dir, model, optimizer, generator, counters, games)
 
         stack.enter_context(saved_at_the_end(save))
         reset(pool, games)
-        if args.eval_every and counters["iteration"] == 0:
+        pool.restarts_left = args.restart_workers
+        if evaluates and counters["iteration"] == 0:
             returns = evaluate(model, eval_pool, members(eval_pool)[0])
             logger.write(counters | {"eval_return": returns.mean()})
         finest = members(pool)[-1]  # one of its steps is the unit of sim_cost
@@ -2193,7 +2452,7 @@ def train(args):
             for _ in range(2):  # the first evaluation includes what is done only once
                 finest["seconds"][:], finest["steps"][:] = 0, 0
                 evaluate(model, eval_pool, finest)
-        while counters["iteration"] < args.num_iterations and stop.signal is None:
+        while counters["iteration"] < args.num_iterations and not stop.received():
             started = time.perf_counter()
             simulated = pool.arrays["seconds"].sum()
             progress = counters["iteration"] / args.num_iterations if args.anneal_lr else 0
@@ -2212,13 +2471,16 @@ def train(args):
             counters["iteration"] += 1
             counters["global_step"] += len(batch["obs"])
             counters["wall_seconds"] += seconds
+            counters["restarts"] += sum(gathered_objects(pool.restarts))
+            pool.restarts = 0
             sim_seconds = float(pool.arrays["seconds"].sum() - simulated)
+            sim_seconds = sum(gathered_objects(sim_seconds))
             counters["sim_seconds"] += sim_seconds
             step_seconds = float(finest["seconds"].sum() / finest["steps"].sum())
             counters["sim_cost"] += sim_seconds / step_seconds
             row |= counters | episode_means(recent[-1])
             row["sps"] = round(len(batch["obs"]) / seconds)
-            row["simulation_seconds"] = sim_seconds / max(1, len(pool.workers))
+            row["simulation_seconds"] = sim_seconds / max(1, len(pool.workers)) / num_ranks()
             row["policy_seconds"] = rollout_seconds - row["simulation_seconds"]
             row["update_seconds"] = seconds - rollout_seconds
             coarsest = batches[0]
@@ -2226,15 +2488,14 @@ def train(args):
             row["learning_rate"] = optimizer.param_groups[0]["lr"]
             last = counters["iteration"] == args.num_iterations
             try:
-                if args.eval_every and (last or counters["iteration"] % args.eval_every == 0):
+                if evaluates and (last or counters["iteration"] % args.eval_every == 0):
                     row["eval_return"] = evaluate(model, eval_pool, members(eval_pool)[0]).mean()
             finally:
                 logger.write(row, **level_scalars(args.levels, recent, batches))
             if args.save_every and counters["iteration"] % args.save_every == 0:
                 save()
-    if not args.quiet:
+    if not args.quiet and rank() == 0:
         print(time_split(logger.rows))
-        print(f"run folder: {run_dir}")
     result = {"run_dir": run_dir, "model": model, "optimizer": optimizer, "history": logger.rows}
     return SimpleNamespace(**result, signal=stop.signal)
 
@@ -2294,8 +2555,10 @@ def evaluate_run(args):
     """Evaluate the checkpoint of a run, as --eval says. Returns the returns, (E,)."""
     model = make_model(args)
     model.load_state_dict(load_checkpoint(args.eval)["model"])
+    generator = torch.Generator().manual_seed(EVAL_SEED) if args.sample else None
     with closing(make_eval_pool(args)) as pool:
-        returns = evaluate(model, pool, members(pool)[0])
+        returns = evaluate(model, pool, members(pool)[0], generator)
+        inputs = {name: members(pool)[0][name][:1] for name in model.inputs}
     print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {len(returns)} episodes")
     if args.video:
         try:
@@ -2304,28 +2567,33 @@ def evaluate_run(args):
             problem = f"argument --video: no pictures of {args.env}: {first_line(error)}"
             raise GameError(problem) from None
         print(f"video: {path}")
+    if args.export_onnx:
+        with closing(make_env(args.env, args.eval_level)) as env:
+            path = export_onnx(Path(args.eval) / "policy.onnx", model, inputs, env.action_space)
+        print(f"policy: {path}")
     return returns
 
 
 def record_video(args, model):
-    """Play an episode with the policy's mode, write its pictures to a file. Return its path."""
+    """Play an episode, write its pictures to a file. Return its path."""
+    generator = torch.Generator().manual_seed(EVAL_SEED) if args.sample else None
     seeds = np.array([[EVAL_SEED]])
     options = {"evaluation": True, "render_mode": "rgb_array"}
     with closing(make_pool(args, [args.eval_level], seeds, 0, **options)) as pool:
         env = pool.games.games[0][0].env
         path = Path(args.eval) / "video.mp4"
-        write_video(path, env, play(model, pool, members(pool)[0], env))
+        write_video(path, env, play(model, pool, members(pool)[0], env, generator))
     return path
 
 
 @torch.no_grad()
-def play(model, pool, arrays, env, max_steps=10_000):
+def play(model, pool, arrays, env, generator=None, max_steps=10_000):
     """Play an episode of the pool's only game. Yields the pictures."""
     pool.call("reset")
     for _ in range(max_steps):
         yield env.render()
-        model.act(arrays)
-        pool.call("step")
+        model.act(arrays, evaluation_noise(model, 1, generator))
+        pool.call("step", steps=1)
         if arrays["episode_length"][0] > 0:
             return
 
@@ -2344,9 +2612,48 @@ def write_video(path, env, pictures):
     video.release()
 
 
+class Policy(nn.Module):
+    """The policy's mode, from what the env shows to what it takes: what --export-onnx writes."""
+
+    def __init__(self, model, action_space):
+        super().__init__()
+        self.model, self.start = model, torch.tensor(getattr(action_space, "start", 0))
+        box = isinstance(action_space, gym.spaces.Box)
+        self.bounds = torch.tensor(np.stack([action_space.low, action_space.high])) if box else None
+
+    def forward(self, *inputs):
+        """Inputs of `Model.policy` → its outputs, the actions as `to_env` makes them."""
+        actions, *memory = self.model.policy(*inputs)
+        if self.bounds is None:
+            return actions + self.start, *memory
+        return torch.maximum(torch.minimum(actions, self.bounds[1]), self.bounds[0]), *memory
+
+
+def export_onnx(path, model, inputs, action_space):
+    """Write the policy to a file that takes arrays like `inputs`, of any length. Return the path.
+
+    The names are those of the inputs (obs; state if there is a memory, zeros at an episode's start;
+    action_mask), and action, next_state.
+    """
+    outputs = ["action", "next_state"] if "state" in inputs else ["action"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter speaks of its successor
+        torch.onnx.export(
+            Policy(model.eval(), action_space).cpu(),
+            tuple(torch.from_numpy(array) for array in inputs.values()),
+            str(path),
+            input_names=list(inputs),
+            output_names=outputs,
+            dynamic_axes={name: {0: "batch"} for name in (*inputs, *outputs)},
+            dynamo=False,
+        )
+    return path
+
+
 def main():
     """Run the command line. Returns the exit code."""
     args = parse_args()
+    threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors to the Logger
     try:
         result = evaluate_run(args) if args.eval else train(args)
     except (GameError, FloatingPointError, OSError) as error:

@@ -4,6 +4,10 @@ They are a module of their own so that worker processes and subprocesses can imp
 """
 
 import functools
+import os
+import signal
+import time
+from contextlib import suppress
 
 import gymnasium as gym
 import numpy as np
@@ -118,6 +122,39 @@ class Levels(gym.Env):
         return self.psi(), -float(np.square(self.state).sum()), False, self.t == 10, {}
 
 
+def fail_now_and_then():
+    """Fail as the environment variable FLAKY, "how:times:folder", says: only the first times.
+
+    Returns NaN or 0, to be added to the observation.
+    """
+    how, times, folder = os.environ["FLAKY"].split(":", 2)
+    for i in range(int(times)):
+        with suppress(FileExistsError):
+            os.close(os.open(f"{folder}/{i}", os.O_CREAT | os.O_EXCL))
+            if how == "raise":
+                raise RuntimeError("broken on purpose")
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "hang":
+                time.sleep(1000)
+            return np.nan
+    return 0
+
+
+class Flaky(Levels):
+    """Levels whose 5th step fails now and then."""
+
+    def step(self, action):
+        failure = fail_now_and_then() if self.t == 4 else 0
+        obs, *results = super().step(action)
+        return obs + np.float32(failure), *results
+
+
+def make_flaky(level, evaluation=False):
+    """Return a simulation that fails now and then on level 2."""
+    return (Flaky if level == 2 else Levels)(level)
+
+
 def make(level, evaluation=False):
     """Return the simulation that works."""
     return Levels(level)
@@ -171,6 +208,7 @@ for _name, _spaces in (BAD_SPACES | FLATTENED | SIMPLE_SPACES).items():  # envs:
 _scripted = {"ends": ((2, "truncated"), (3, "terminated"), (2, "both"))}
 _registry = {"Scripted-v0": (Scripted, _scripted)}
 _registry["Quick-v0"] = Scripted, {"ends": ((3, "terminated"),), "obs": "four"}
+_registry["Flaky-v0"] = Flaky, {"level": 2}
 _registry["ScriptedBox-v0"] = Scripted, _scripted | {"action": "half"}
 for _where in TROUBLES:  # envs:Trouble-step-v0, ...
     _registry[f"Trouble-{_where}-v0"] = Trouble, {"where": _where}

@@ -446,7 +446,7 @@ BUFFER = "obs actions rewards terminated truncated".split()
 
 def make_pool(num_workers=0, num_steps=T, model=None, start_method=None, env="Breakout", **options):
     """Return a pool of N games that have been reset."""
-    args = SimpleNamespace(env=env, **(OPTIONS | options))
+    args = SimpleNamespace(env=env, step_timeout=0, **(OPTIONS | options))
     with pytest.MonkeyPatch.context() as patch:
         pool = functools.partial(ppo_atari.WorkerPool, start_method=start_method)
         patch.setattr(ppo_atari, "WorkerPool", pool)
@@ -841,8 +841,9 @@ def test_run_progress(run):
     """progress.csv has a row per iteration, after the evaluation of the start, and all columns."""
     rows = progress(run.run_dir)
     names = (
-        "iteration global_step wall_seconds sps episodic_return episodic_length eval_return "
-        "policy_loss value_loss entropy approx_kl clipfrac explained_variance learning_rate"
+        "iteration global_step wall_seconds restarts sps episodic_return episodic_length "
+        "eval_return policy_loss value_loss entropy approx_kl clipfrac explained_variance "
+        "learning_rate"
     ).split()
     assert list(rows[0]) == names
     assert [int(row["iteration"]) for row in rows] == [0, 1, 2, 3]

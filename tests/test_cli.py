@@ -32,7 +32,8 @@ TINY += "--num-workers 0 --eval-every 0 --eval-episodes 1".split()
 
 # Numeric options that may be 0, below 0, and those that may not be above 1.
 COMMON_ZERO = (
-    "--seed --num-workers --eval-every --save-every --gamma --gae-lambda --ent-coef --vf-coef"
+    "--seed --num-workers --eval-every --save-every --gamma --gae-lambda --ent-coef --vf-coef "
+    "--step-timeout --restart-workers"
 ).split()
 ZERO = {
     ppo: [*COMMON_ZERO, "--init-log-std", "--kl-coef"],

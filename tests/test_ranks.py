@@ -1,0 +1,234 @@
+"""Tests of data-parallel training: two ranks do what one process does, and end together."""
+
+import csv
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import ppo
+import ppo_atari
+import ppo_multilevel
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = "--num-envs 4 --num-minibatches 2 --update-epochs 2 --num-iterations 3".split()
+OWN = {
+    ppo: "--env CartPole-v1 --num-steps 16 --hidden 8".split(),
+    ppo_atari: "--num-steps 8 --eval-episodes 1 --precision fp32 --noop-max 4".split(),
+    ppo_multilevel: "--env ResSim-v1 --levels 1 2 --num-steps 8 4 --hidden 8".split(),
+}
+CASES = {
+    "CartPole": (ppo, "--eval-every 2 --norm-adv batch"),
+    "normalised": (ppo, "--norm-obs --norm-reward --norm-value --adaptive-lr 0.01"),
+    "target KL": (ppo, "--target-kl 1e-7 --num-minibatches 8"),
+    "LSTM": (ppo, "--rnn lstm --rnn-size 8"),
+    "Breakout": (ppo_atari, ""),
+    "ResSim, step": (ppo_multilevel, "--eval-every 2 --correction literal"),
+    "ResSim, noise": (ppo_multilevel, "--coupling noise --norm-obs --eval-level 3"),
+}
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the ranks are forked")
+
+
+@pytest.fixture(autouse=True)
+def remove_runs(tmp_path):
+    """Remove the runs' folders: Atari's checkpoints have 20 MB."""
+    yield
+    shutil.rmtree(tmp_path)
+
+
+def run_rank(script, argv, environment, errors):
+    """Be one of the processes that torchrun starts."""
+    os.environ |= environment
+    sys.stderr = open(errors, "w", buffering=1)
+    sys.argv = [f"{script.__name__}.py", *argv]
+    code = script.main()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def start_ranks(script, tmp_path, argv, num_ranks=2):
+    """Start what torchrun starts. Returns the processes and the files of their messages."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context, processes, messages = multiprocessing.get_context("fork"), [], []
+    for i in range(num_ranks):
+        environment = {"RANK": i, "LOCAL_RANK": i, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+        environment |= {"LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1"}
+        environment |= {"TORCHELASTIC_RUN_ID": "test"}
+        environment = {name: str(value) for name, value in environment.items()}
+        messages.append(tmp_path / f"rank{i}")
+        arguments = (script, argv, environment, messages[-1])
+        processes.append(context.Process(target=run_rank, args=arguments))
+        processes[-1].start()
+    return processes, messages
+
+
+def run_ranks(script, tmp_path, argv):
+    """Run two ranks. Returns their exit codes and messages."""
+    processes, messages = start_ranks(script, tmp_path, argv)
+    for process in processes:
+        process.join(120)
+        assert process.exitcode is not None, "a rank hangs"
+    return [p.exitcode for p in processes], [m.read_text().splitlines() for m in messages]
+
+
+def options(script, log_dir, *more):
+    """Return the options of a small run."""
+    return [*SMALL, *OWN[script], "--num-workers", "0", "--quiet", "--log-dir", str(log_dir), *more]
+
+
+def rows(run_dir):
+    """Return the rows of progress.csv."""
+    with (run_dir / "progress.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@linux
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_do_what_one_does(case, tmp_path):
+    """Parameters, statistics, seeds and logs are those of one process with all games."""
+    script, more = CASES[case]
+    one = script.train(script.parse_args(options(script, tmp_path / "one", *more.split())))
+    argv = options(script, tmp_path / "two", *more.split())
+    codes, messages = run_ranks(script, tmp_path, argv)
+    assert (codes, messages) == ([0, 0], [[], []])
+    (two,) = (tmp_path / "two").iterdir()
+    expected, state = script.load_checkpoint(one.run_dir), script.load_checkpoint(two)
+    for name, value in expected["model"].items():
+        torch.testing.assert_close(state["model"][name], value, rtol=1e-3, atol=1e-5, msg=name)
+    for name in ("iteration", "global_step"):
+        assert state["counters"][name] == expected["counters"][name]
+    steps = [s["optimizer"]["state"][0]["step"] for s in (expected, state)]
+    assert steps[0] == steps[1]
+    seeds = [json.loads((run / "config.json").read_text()) for run in (one.run_dir, two)]
+    assert seeds[0]["game_seeds"] == seeds[1]["game_seeds"]
+    for row, expected_row in zip(rows(two), rows(one.run_dir), strict=True):
+        for name in ("iteration", "eval_return", "episodic_return", "entropy", "value_loss"):
+            value, expected_value = row[name] or "0", expected_row[name] or "0"
+            assert float(value) == pytest.approx(float(expected_value), rel=1e-3, nan_ok=True)
+    if script is ppo_multilevel:
+        assert float(rows(two)[-1]["sim_cost"]) > 0
+    if case == "target KL":
+        assert steps[0] < 3 * 2 * 8
+
+
+@linux
+@pytest.mark.parametrize("script", OWN, ids=lambda script: script.__name__)
+def test_resume(script, tmp_path):
+    """3 iterations, and 2 more in new ranks, are 5; one process alone starts new episodes."""
+    argv = options(script, tmp_path / "whole", "--num-iterations", "5", "--no-anneal-lr")
+    argv += ["--no-anneal-clip"] if script is ppo_atari else []
+    assert run_ranks(script, tmp_path, argv)[0] == [0, 0]
+    argv[argv.index("5")], argv[argv.index(str(tmp_path / "whole"))] = "3", str(tmp_path / "parts")
+    assert run_ranks(script, tmp_path, argv)[0] == [0, 0]
+    (whole,), (parts,) = (tmp_path / "whole").iterdir(), (tmp_path / "parts").iterdir()
+    copy = shutil.copytree(parts, tmp_path / "copy")
+    more = ["--num-iterations", "5", "--quiet"]
+    codes, messages = run_ranks(script, tmp_path, ["--resume", str(parts), *more])
+    assert codes == [0, 0]
+    assert messages == [["options changed: num_iterations 5 (was 3)"], []]
+    models = [script.load_checkpoint(run)["model"] for run in (whole, parts)]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    assert [row["iteration"] for row in rows(parts)] == [row["iteration"] for row in rows(whole)]
+    with pytest.MonkeyPatch.context() as patch:
+        lines = []
+        patch.setattr(script, "report", lines.append)
+        script.train(script.parse_args(["--resume", str(copy), *more]))
+    assert "all games start new episodes: the run had 2 ranks" in lines
+
+
+@linux
+@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=lambda script: script.__name__)
+def test_rank_that_dies(script, tmp_path, monkeypatch, how):
+    """The other one ends with a line that says so; nothing hangs."""
+    (tmp_path / "failures").mkdir()
+    monkeypatch.setenv("FLAKY", f"{how}:1:{tmp_path}/failures")
+    env = "envs:Flaky-v0" if script is ppo else "envs:make_flaky"
+    argv = options(script, tmp_path / "runs", "--env", env, "--num-iterations", "100")
+    argv += ["--eval-every", "0"]
+    started = time.monotonic()
+    codes, messages = run_ranks(script, tmp_path, argv)
+    assert time.monotonic() - started < 60
+    assert sorted(codes) == ([-9, 1] if how == "kill" else [1, 1])
+    lost = [i for i in range(2) if messages[i] and "has lost another one" in messages[i][0]]
+    assert len(lost) == 1 and len(messages[lost[0]]) == 1
+    assert messages[lost[0]][0].startswith(f"{script.__name__}.py: error: rank {lost[0]} ")
+    if how == "raise":
+        assert "broken on purpose" in messages[1 - lost[0]][0]
+
+
+@linux
+def test_signal_to_one_rank(tmp_path):
+    """All finish the same iteration, rank 0 saves it."""
+    argv = options(ppo, tmp_path / "runs", "--num-iterations", "1000000", "--save-every", "0")
+    processes, messages = start_ranks(ppo, tmp_path, argv)
+    end = time.monotonic() + 60
+    while not list((tmp_path / "runs").glob("*/progress.csv")) and time.monotonic() < end:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    os.kill(processes[1].pid, signal.SIGTERM)
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [128 + signal.SIGTERM] * 2
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    iteration = ppo.load_checkpoint(run_dir)["counters"]["iteration"]
+    assert iteration == int(rows(run_dir)[-1]["iteration"]) > 0
+    assert (run_dir / f"games-{iteration}.pkl").exists()
+
+
+def test_torchrun(tmp_path):
+    """The real torchrun: two ranks with a worker each, one run folder, one set of status lines."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    argv = options(ppo_multilevel, tmp_path)
+    argv[argv.index("--num-workers") + 1] = "1"
+    argv.remove("--quiet")
+    command += ["2", str(ROOT / "ppo_multilevel.py"), *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = tmp_path.iterdir()
+    assert len(re.findall(r"^update 3/3 ", done.stdout, re.MULTILINE)) == 1
+    assert done.stdout.count(f"run folder: {run_dir}") == 1
+    assert rows(run_dir)[-1]["iteration"] == "3"
+
+
+REFUSED = [
+    ("--num-envs 3 --num-minibatches 1", "--num-envs"),
+    ("--num-envs 4 --num-minibatches 64", "--num-minibatches"),
+]
+
+
+@pytest.mark.parametrize("options, option", REFUSED)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_unequal_shares(tmp_path, capsys, monkeypatch, options, option, rank):
+    """Games and rows that two ranks cannot share equally: one line, of rank 0."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    options += f" --num-steps 16 --norm-adv off --log-dir {tmp_path}"
+    with pytest.raises(SystemExit) as exit_info:
+        ppo.parse_args(options.split())
+    assert exit_info.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == (rank == 0) and (option in err) == (rank == 0)
+
+
+def test_eval_takes_one_process(tmp_path, capsys, monkeypatch):
+    """--eval under torchrun is refused."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        ppo.parse_args(["--eval", str(tmp_path)])
+    assert "--eval" in capsys.readouterr().err
