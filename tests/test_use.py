@@ -1,0 +1,149 @@
+"""Tests of what one does with a trained policy: sampled evaluation, export to ONNX, README code."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+import ppo
+import ppo_atari
+import ppo_multilevel
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = "--num-minibatches 2 --update-epochs 1 --num-iterations 1 --num-workers 0 --quiet".split()
+OWN = {
+    ppo: "--num-envs 4 --num-steps 16 --hidden 8 --eval-episodes 4".split(),
+    ppo_atari: "--num-envs 2 --num-steps 4 --eval-episodes 1 --eval-every 0".split(),
+    ppo_multilevel: "--env ResSim-v1 --levels 1 --num-steps 10 --eval-every 0".split(),
+}
+CASES = {
+    "CartPole": (ppo, "--env CartPole-v1 --shared-net"),
+    "HalfCheetah": (ppo, "--env HalfCheetah-v5 --norm-obs --layer-norm"),
+    "start": (ppo, "--env envs_spaces:Action-five-v0"),
+    "MultiDiscrete": (ppo, "--env envs_spaces:Action-multi_start-v0"),
+    "MultiBinary": (ppo, "--env envs_spaces:Action-square-v0"),
+    "full covariance": (ppo, "--env Pendulum-v1 --full-covariance"),
+    "masks": (ppo, "--env envs_spaces:Masked-table-info-v0"),
+    "GRU": (ppo, "--env CartPole-v1 --rnn gru --rnn-size 8"),
+    "LSTM": (ppo, "--env HalfCheetah-v5 --rnn lstm --rnn-size 8 --norm-obs"),
+    "Breakout": (ppo_atari, "--env Breakout --precision fp32"),
+    "Breakout, bf16": (ppo_atari, "--env Breakout --precision bf16"),
+    "ResSim": (ppo_multilevel, "--norm-obs"),
+}
+
+
+@pytest.fixture(autouse=True)
+def remove_runs(tmp_path):
+    """Remove the runs' folders: Atari's checkpoints have 20 MB."""
+    yield
+    shutil.rmtree(tmp_path)
+
+
+def train(script, log_dir, *options):
+    """Train a little. Returns the run's folder."""
+    argv = [*SMALL, *OWN[script], *options, "--log-dir", str(log_dir)]
+    return script.train(script.parse_args(argv)).run_dir
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_onnx_policy_acts_like_the_model(case, tmp_path, monkeypatch, capsys):
+    """On the way through two episodes and more, the file gives the actions that the env gets."""
+    script, options = CASES[case]
+    run_dir = train(script, tmp_path, *options.split())
+    if script is ppo_atari:  # a policy that does not do always the same
+        state = script.load_checkpoint(run_dir)
+        state["model"]["head.logits.weight"].normal_()
+        state["model"]["head.logits.bias"].copy_(torch.tensor([9.0, 0, 0, 0]))
+        torch.save(state, run_dir / "checkpoint.pt")
+    args = script.parse_args(["--eval", str(run_dir), "--export-onnx"])
+    script.evaluate_run(args)
+    assert f"policy: {run_dir / 'policy.onnx'}" in capsys.readouterr().out
+    session = onnxruntime.InferenceSession(run_dir / "policy.onnx")
+    inputs = [value.name for value in session.get_inputs()]
+    model = script.make_model(args)
+    model.load_state_dict(script.load_checkpoint(run_dir)["model"])
+    with script.closing(script.make_eval_pool(args)) as pool:
+        pool.call("reset")
+        multilevel = script is ppo_multilevel
+        arrays = script.members(pool)[0] if multilevel else pool.arrays
+        game = pool.games.games[0][0] if multilevel else pool.games.games[0]
+        seen, rng = set(), np.random.default_rng(0)
+        if script is ppo_atari:
+            model.bf16 = False  # the file computes in float32
+        for _ in range(60):
+            if script is ppo_atari:  # more to tell apart than the start of a game
+                pictures = rng.integers(0, 256, arrays["obs"].shape)
+                arrays["obs"][:] = pictures * (rng.random(pictures.shape) < rng.random())
+            feed = {name: arrays[name] for name in inputs}
+            if "state" in inputs:  # zeros at an episode's start, else what came out last
+                feed["state"] = arrays["next_state"] * ~arrays["starts"][:, None]
+            actions, *state = session.run(None, feed)
+            with torch.no_grad():
+                model.act(arrays)
+            for i, action in enumerate(arrays["actions"]):
+                expected = ppo.to_env(action, game.env.action_space)
+                np.testing.assert_allclose(actions[i], expected, rtol=1e-4, atol=1e-5)
+                assert script is ppo_atari or game.env.action_space.contains(expected)
+                seen.add(str(expected))
+            if state:
+                np.testing.assert_allclose(state[0], arrays["next_state"], rtol=1e-4, atol=1e-5)
+            pool.call("step", steps=1)
+    assert len(seen) > 1
+
+
+def test_onnx_without_the_package(tmp_path, monkeypatch, capsys):
+    """The line says what to install."""
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(SystemExit) as exit_info:
+        ppo.parse_args(["--eval", str(tmp_path), "--export-onnx"])
+    assert exit_info.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--export-onnx" in line and "pip install onnx" in line
+
+
+@pytest.mark.parametrize("script", OWN, ids=lambda script: script.__name__)
+def test_sampled_evaluation(script, tmp_path, capsys):
+    """--sample plays the policy, not its mode: the same in each evaluation, other than the mode."""
+    run_dir = train(script, tmp_path)
+    argv = ["--eval", str(run_dir), "--eval-episodes", "3"]
+    kinds = [], ["--sample"], ["--sample"]
+    mode, *sampled = [script.evaluate_run(script.parse_args([*argv, *kind])) for kind in kinds]
+    assert sampled[0].tolist() == sampled[1].tolist() != mode.tolist()
+    out = capsys.readouterr().out
+    assert out.count(f"{sampled[0].mean():.4f} ± {sampled[0].std():.4f} over 3 episodes") >= 2
+
+
+@pytest.mark.parametrize("option", ["--sample", "--video", "--export-onnx"])
+@pytest.mark.parametrize("script", OWN, ids=lambda script: script.__name__)
+def test_options_of_an_evaluation(script, capsys, option):
+    """They are refused without --eval."""
+    with pytest.raises(SystemExit) as exit_info:
+        script.parse_args([option])
+    assert exit_info.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert option in line and "--eval" in line
+
+
+def readme_code():
+    """Return the Python code in README.md that loads a policy."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "load_checkpoint" in block]
+    return code
+
+
+def test_readme_code_loads_a_policy(tmp_path, monkeypatch):
+    """The lines run as they are, and play the first episode of --eval."""
+    run_dir = train(ppo, tmp_path, "--env", "CartPole-v1")
+    args = ppo.parse_args(["--eval", str(run_dir), "--eval-episodes", "1"])
+    expected, code, names = ppo.evaluate_run(args), readme_code(), {}
+    assert code.count("\n") <= 12 and "runs/my-run" in code
+    real = ppo.make_env
+    monkeypatch.setattr(ppo, "make_env", lambda *a: gym.wrappers.RecordEpisodeStatistics(real(*a)))
+    exec(code.replace("runs/my-run", str(run_dir)), names)
+    assert list(names["env"].return_queue) == expected.tolist()
