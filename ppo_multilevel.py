@@ -46,8 +46,10 @@ here. Everything stored at index t belongs to the action taken at t: `terminated
 """
 
 import argparse
+import copy
 import csv
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -307,13 +309,14 @@ def parse_with_run(parser, argv):
             load_checkpoint(run_dir)
             if unknown := options.keys() - vars(args).keys():
                 raise ValueError(f"{run_dir} is a run of another script, it has {min(unknown)}")
-        checked = vars(parser.parse_args(words(options)))
+            checked = parse_strictly(parser, words(options))
         options |= {name: checked[name] for name in options if name != "total_timesteps"}
         parser.set_defaults(**options)
         given = parser.parse_args(argv)
         for name in ("shared_net", "activation"):  # the weights' shapes do not show these
-            if getattr(given, name, None) != options.get(name):
-                parser.error(f"argument --{name.replace('_', '-')}: the run has {options[name]}")
+            value = options.get(name, parser.get_default(name))
+            if getattr(given, name, value) != value:
+                parser.error(f"argument --{name.replace('_', '-')}: the run has {value}")
         for name in ("log_dir", "run_name"):
             if getattr(given, name) != parser.get_default(name):
                 parser.error(f"argument --{name.replace('_', '-')}: not allowed with {option}")
@@ -353,6 +356,17 @@ def run_options(run_dir):
     for name in "resume eval sample video export_onnx quiet log_dir run_name".split():
         options.pop(name, None)
     return options
+
+
+def parse_strictly(parser, line):
+    """Return {name: value} of a command line; ValueError, not the program's end, if it is wrong."""
+
+    def refuse(message):
+        raise ValueError(f"its config.json is damaged: {message}")
+
+    parser = copy.copy(parser)
+    parser.error = refuse
+    return vars(parser.parse_args(line))
 
 
 def words(options):
@@ -821,6 +835,8 @@ class ResSim(gym.Env):
         if perm is None:
             self.grid = _shared_grid(case, level, evaluation)
         else:
+            if np.iscomplexobj(perm):
+                raise ValueError("perm must be real")
             perm = np.asarray(perm, dtype=np.float64)
             shapes = [case.grids[level - 1], case.grids[-1]]
             if perm.ndim != 3 or perm.shape[1:] not in shapes or len(perm) == 0:
@@ -2194,7 +2210,8 @@ def save_checkpoint(run_dir, model, optimizer, generator, counters, games=None):
     """
     games_file = run_dir / f"games-{counters['iteration']}.pkl"
     if games is not None:
-        write_file(games_file, pickle.dumps(games))
+        content = pickle.dumps(games)
+        write_file(games_file, hashlib.sha256(content).digest() + content)
     elif games_file.exists():  # this iteration is saved, with its games
         return
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -2266,13 +2283,17 @@ def load_games(args, iteration):
 
     Says so if games start new episodes. The file is a pickle: do not resume a stranger's run.
     """
+    path = Path(args.resume) / f"games-{iteration}.pkl"
     try:
-        games = pickle.loads((Path(args.resume) / f"games-{iteration}.pkl").read_bytes())
+        content = path.read_bytes()
+        if hashlib.sha256(content[32:]).digest() != content[:32]:
+            raise ValueError(f"{path} is damaged")
+        games = pickle.loads(content[32:])
         if len(games) != num_ranks():
             raise ValueError(f"the run had {len(games)} ranks")
         if games[0]["made_of"] != [getattr(args, name) for name in GAMES_MADE_OF]:
             raise ValueError("the run's games were made with other options")
-    except Exception as error:  # of any kind, if the file is damaged
+    except (OSError, ValueError) as error:
         report(f"all games start new episodes: {first_line(error)}")
         return None
     if lost := sum(part["states"].count(None) for part in games):
