@@ -773,12 +773,12 @@ def set_truncated(arrays):
 
 def rank():
     """Return this process's number among those that torchrun started, 0 without torchrun."""
-    return int(os.environ["RANK"]) if dist.is_torchelastic_launched() else 0
+    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 def num_ranks():
     """Return how many processes torchrun started, 1 without torchrun."""
-    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
 def report(message):
@@ -793,10 +793,12 @@ def connected_ranks(model):
     if num_ranks() == 1:
         yield
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    with lost_rank(ConnectionError):
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
-        for tensor in model.state_dict().values():
-            dist.broadcast(tensor, 0)
+        with lost_rank(ConnectionError):
+            for tensor in model.state_dict().values():
+                dist.broadcast(tensor, 0)
         yield
     finally:
         dist.destroy_process_group()
@@ -810,6 +812,8 @@ def own_games(num_envs):
 
 def own_rows(minibatch, axis=0):
     """Return this rank's share of a minibatch's rows: every num_ranks-th."""
+    if num_ranks() == 1:
+        return minibatch
     share = (*[slice(None)] * axis, slice(rank(), None, num_ranks()))
     return {name: column[share] for name, column in minibatch.items()}
 
@@ -1511,6 +1515,16 @@ def make_pool(args, seeds, num_workers, model=None, num_steps=0, **options):
     return WorkerPool(games, layout, len(seeds), num_workers, args.step_timeout)
 
 
+def game_seeds(args, shape, iteration, games):
+    """Return the seeds of this rank's games (..., N): those of `load_games`, else new ones."""
+    # Games that start when a run is resumed must not repeat those that started with it.
+    seeds = np.random.SeedSequence([args.seed, iteration]).generate_state(math.prod(shape))
+    seeds = seeds.reshape(shape)[..., own_games(shape[-1])]
+    if games:
+        seeds = np.where([state is None for state in games["states"]], seeds, games["seeds"])
+    return seeds
+
+
 def settings(args, model):
     """Return the line that a run starts with: what is played, and how."""
     shown = {name: getattr(args, name) for name in (*GAME_OPTIONS, "num_workers")}
@@ -1553,11 +1567,7 @@ def train(args):
     if args.resume:
         counters |= restore(run_dir, model, optimizer, generator)
     games = load_games(args, counters["iteration"]) if args.resume else None
-    # Games that start when a run is resumed must not repeat those that started with it.
-    seeds = np.random.SeedSequence([args.seed, counters["iteration"]]).generate_state(args.num_envs)
-    seeds = seeds[own_games(args.num_envs)]
-    if games:
-        seeds = np.where([state is None for state in games["states"]], seeds, games["seeds"])
+    seeds = game_seeds(args, (args.num_envs,), counters["iteration"], games)
     recent = games["recent"] if games else deque(maxlen=100)
     evaluates = args.eval_every and rank() == 0
     with ExitStack() as stack:

@@ -1435,12 +1435,12 @@ def set_truncated(arrays):
 
 def rank():
     """Return this process's number among those that torchrun started, 0 without torchrun."""
-    return int(os.environ["RANK"]) if dist.is_torchelastic_launched() else 0
+    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 def num_ranks():
     """Return how many processes torchrun started, 1 without torchrun."""
-    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
 def report(message):
@@ -1455,10 +1455,12 @@ def connected_ranks(model):
     if num_ranks() == 1:
         yield
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    with lost_rank(ConnectionError):
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
-        for tensor in model.state_dict().values():
-            dist.broadcast(tensor, 0)
+        with lost_rank(ConnectionError):
+            for tensor in model.state_dict().values():
+                dist.broadcast(tensor, 0)
         yield
     finally:
         dist.destroy_process_group()
@@ -1472,6 +1474,8 @@ def own_games(num_envs):
 
 def own_rows(minibatch, axis=0):
     """Return this rank's share of a minibatch's rows: every num_ranks-th."""
+    if num_ranks() == 1:
+        return minibatch
     share = (*[slice(None)] * axis, slice(rank(), None, num_ranks()))
     return {name: column[share] for name, column in minibatch.items()}
 
@@ -2410,6 +2414,16 @@ def make_pool(args, levels, seeds, num_workers, **options):
     return WorkerPool(games, layout, seeds.shape[1], num_workers, args.step_timeout)
 
 
+def game_seeds(args, shape, iteration, games):
+    """Return the seeds of this rank's games (..., N): those of `load_games`, else new ones."""
+    # Games that start when a run is resumed must not repeat those that started with it.
+    seeds = np.random.SeedSequence([args.seed, iteration]).generate_state(math.prod(shape))
+    seeds = seeds.reshape(shape)[..., own_games(shape[-1])]
+    if games:
+        seeds = np.where([state is None for state in games["states"]], seeds, games["seeds"])
+    return seeds
+
+
 def reset(pool, games):
     """Start all games of the pool; if there are `games` of a `load_games`, go on with these."""
     if games:
@@ -2435,13 +2449,8 @@ def train(args):
     if args.resume:
         counters |= restore(run_dir, model, optimizer, generator)
     games = load_games(args, counters["iteration"]) if args.resume else None
-    # Games that start when a run is resumed must not repeat those that started with it.
-    num_members = 2 * len(args.levels) - 1
-    seeds = np.random.SeedSequence([args.seed, counters["iteration"]])
-    seeds = seeds.generate_state(num_members * args.num_envs).reshape(num_members, -1)
-    seeds = seeds[:, own_games(args.num_envs)]
-    if games:
-        seeds = np.where([state is None for state in games["states"]], seeds, games["seeds"])
+    shape = 2 * len(args.levels) - 1, args.num_envs  # of the members
+    seeds = game_seeds(args, shape, counters["iteration"], games)
     recent = games["recent"] if games else [deque(maxlen=100) for _ in args.levels]
     evaluates = args.eval_every and rank() == 0
     with ExitStack() as stack:
@@ -2515,8 +2524,8 @@ def train(args):
                 logger.write(row, **level_scalars(args.levels, recent, batches))
             if args.save_every and counters["iteration"] % args.save_every == 0:
                 save()
-    if not args.quiet and rank() == 0:
-        print(time_split(logger.rows))
+        if not args.quiet and rank() == 0:
+            print(time_split(logger.rows))
     result = {"run_dir": run_dir, "model": model, "optimizer": optimizer, "history": logger.rows}
     return SimpleNamespace(**result, signal=stop.signal)
 

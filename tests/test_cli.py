@@ -265,7 +265,8 @@ def test_run_name_that_is_taken(refused, tmp_path, name, folder):
 
 @pytest.mark.parametrize("option", ["--resume", "--eval"])
 @pytest.mark.parametrize(
-    "damage", ["missing", "empty", "no checkpoint", "no config", "half", "nothing", "garbage"]
+    "damage",
+    ["missing", "empty", "no checkpoint", "no config", "half", "nothing", "garbage", "foreign"],
 )
 def test_run_that_is_damaged(refused, run_dir, tmp_path, option, damage):
     """A folder that is missing or lacks a file, a checkpoint that is cut off."""
@@ -283,6 +284,8 @@ def test_run_that_is_damaged(refused, run_dir, tmp_path, option, damage):
         (copy / "config.json").unlink()
     if damage in broken:
         checkpoint.write_bytes(broken[damage])
+    if damage == "foreign":
+        torch.save({"state_dict": {}}, checkpoint)
     refused([option, str(copy)], option)
 
 

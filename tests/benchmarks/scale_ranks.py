@@ -1,0 +1,73 @@
+"""Steps per second of ppo_multilevel.py with 1 and 2 ranks, in results/scale_ranks.csv.
+
+    python tests/benchmarks/scale_ranks.py
+
+The default run of ResSim-v1 for a few iterations, in turn with one process and one worker, with one
+process and two workers, and as two ranks with a worker each (torchrun); then with other numbers of
+actors and levels. A row has the medians over the rounds of steps per second and of an iteration's
+seconds, by part; the first iterations do not count.
+"""
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).parent / "results" / "scale_ranks.csv"
+WARM_UP, ITERATIONS = 2, 6
+RANKS = {"1 rank, 1 worker": (1, 1), "1 rank, 2 workers": (1, 2), "2 ranks, 1 worker each": (2, 1)}
+CASES = {
+    "default": "",
+    "100 actors": "--num-envs 100",
+    "finest level only": "--levels 5 --num-steps 10",
+    "coarsest level only": "--levels 3 --num-steps 80",
+}
+PARTS = ("simulation_seconds", "policy_seconds", "update_seconds")
+COLUMNS = ("case", "processes", "rounds", "steps_per_second", *PARTS, "versions")
+
+
+def measure(options, num_ranks, num_workers):
+    """Return the rows of progress.csv that count, and the versions, of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        launcher = [*launcher, str(num_ranks)] if num_ranks > 1 else []
+        command = [sys.executable, *launcher, str(ROOT / "ppo_multilevel.py"), *options.split()]
+        command += ["--num-iterations", str(WARM_UP + ITERATIONS), "--eval-every", "0", "--quiet"]
+        command += ["--num-workers", str(num_workers), "--log-dir", folder]
+        subprocess.run(command, check=True, capture_output=True)
+        (run_dir,) = Path(folder).iterdir()
+        with (run_dir / "progress.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))[WARM_UP:]
+        return rows, json.loads((run_dir / "config.json").read_text())["versions"]
+
+
+def main():
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
+    args = parser.parse_args()
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for case, options in CASES.items():
+            seen = {name: [] for name in RANKS}
+            for _ in range(args.rounds):
+                for name, processes in RANKS.items():
+                    rows, versions = measure(options, *processes)
+                    seen[name] += rows
+            for name, rows in seen.items():
+                result = {"case": case, "processes": name, "rounds": args.rounds}
+                result["steps_per_second"] = round(statistics.median(float(r["sps"]) for r in rows))
+                for part in PARTS:
+                    result[part] = f"{statistics.median(float(r[part]) for r in rows):.3f}"
+                writer.writerow(result | {"versions": json.dumps(versions)})
+                print(result, flush=True)
+
+
+if __name__ == "__main__":
+    main()
