@@ -36,7 +36,7 @@ ENVS = {  # those that are tried most are the first
     ppo_atari: ["Pong", "Pong", "breakout", "ALE/Nope-v5", "", "../x"],
     ppo_multilevel: ["envs:make", "envs:make", "ResSim-v1", "envs:nope", "", "a.py:b", ":", "x:"],
 }
-COUNTS = {ppo: 150, ppo_atari: 40, ppo_multilevel: 80}
+COUNTS = {ppo: 150, ppo_atari: 25, ppo_multilevel: 80}
 SCRIPTS = pytest.mark.parametrize("script", START, ids=lambda script: script.__name__)
 
 

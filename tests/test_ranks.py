@@ -124,11 +124,10 @@ def test_two_ranks_do_what_one_does(case, tmp_path):
 
 
 @linux
-@pytest.mark.parametrize("script", OWN, ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=lambda script: script.__name__)
 def test_resume(script, tmp_path):
     """3 iterations, and 2 more in new ranks, are 5; one process alone starts new episodes."""
     argv = options(script, tmp_path / "whole", "--num-iterations", "5", "--no-anneal-lr")
-    argv += ["--no-anneal-clip"] if script is ppo_atari else []
     assert run_ranks(script, tmp_path, argv)[0] == [0, 0]
     argv[argv.index("5")], argv[argv.index(str(tmp_path / "whole"))] = "3", str(tmp_path / "parts")
     assert run_ranks(script, tmp_path, argv)[0] == [0, 0]
