@@ -70,7 +70,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, description=description, allow_abbrev=False)
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n" if rank() == 0 else None)
+        if rank() > 0:
+            time.sleep(5)  # rank 0 most likely says the same, which ends this process
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def number(kind, low=-math.inf, high=math.inf, open_low=False):

@@ -173,6 +173,22 @@ def readme_commands():
     return sorted({(name, options.strip()) for name, options in commands if "<" not in options})
 
 
+def torchrun_commands():
+    """The torchrun command lines in README.md: script, number of ranks, options."""
+    command = r"torchrun (?:--nnodes (\d+) )?--nproc-per-node (\d+) .*?(ppo\w*)\.py(.*?)(?:#.*)?$"
+    found = re.findall(command, (ROOT / "README.md").read_text(), re.MULTILINE)
+    return [(name, int(nodes or 1) * int(ranks), words) for nodes, ranks, name, words in found]
+
+
+@pytest.mark.parametrize("name, ranks, options", torchrun_commands())
+def test_torchrun_commands_are_accepted(name, ranks, options, tmp_path, monkeypatch):
+    """The ranks can share what the README's torchrun commands ask for."""
+    environment = {"TORCHELASTIC_RUN_ID": "test", "RANK": "0", "WORLD_SIZE": str(ranks)}
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    importlib.import_module(name).parse_args([*options.split(), "--log-dir", str(tmp_path)])
+
+
 @pytest.mark.parametrize("name, options", readme_commands())
 def test_readme_commands_are_accepted(name, options, tmp_path):
     """Every command that the README and the docstrings show is one that the script takes."""

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/scale_ranks.py
 
-The default run of ResSim-v1 for a few iterations, in turn with one process and one worker, with one
+ResSim-v1 with 100 actors for a few iterations, in turn with one process and one worker, with one
 process and two workers, and as two ranks with a worker each (torchrun); then with other numbers of
 actors and levels. A row has the medians over the rounds of steps per second and of an iteration's
 seconds, by part; the first iterations do not count.
@@ -22,10 +22,10 @@ RESULTS = Path(__file__).parent / "results" / "scale_ranks.csv"
 WARM_UP, ITERATIONS = 2, 6
 RANKS = {"1 rank, 1 worker": (1, 1), "1 rank, 2 workers": (1, 2), "2 ranks, 1 worker each": (2, 1)}
 CASES = {
-    "default": "",
-    "100 actors": "--num-envs 100",
-    "finest level only": "--levels 5 --num-steps 10",
-    "coarsest level only": "--levels 3 --num-steps 80",
+    "three levels": "--num-envs 100",
+    "three levels, 200 actors": "--num-envs 200",
+    "finest level only": "--num-envs 100 --levels 5 --num-steps 10",
+    "coarsest level only": "--num-envs 100 --levels 3 --num-steps 80",
 }
 PARTS = ("simulation_seconds", "policy_seconds", "update_seconds")
 COLUMNS = ("case", "processes", "rounds", "steps_per_second", *PARTS, "versions")
