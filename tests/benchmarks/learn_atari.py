@@ -4,8 +4,10 @@
     python tests/benchmarks/learn_atari.py --runs Pong --seeds 1
     python tests/benchmarks/learn_atari.py --collect             # only record finished runs, draw
 
-Every run has all cores. results/atari.csv gets a row per run: the command, the mean true score of
-the last 100 training games and the step at which it first reached 18, seconds, versions;
+Every run has the cores that the process may use; `taskset -c 0` and `taskset -c 1` run two side by
+side. A run that was stopped is resumed. results/atari.csv gets a row per run: the command, the mean
+true score of the last 100 training games and the step at which it first reached 18, mean and
+deviation of 10 games with the policy's mode and with its samples, seconds, versions;
 results/atari/<run>__<seed>.csv its curve, results/atari.png all curves. Rows of runs that are not
 in RUNS_DIR stay.
 """
@@ -14,9 +16,10 @@ import argparse
 import csv
 import json
 import os
-import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import matplotlib
@@ -27,36 +30,60 @@ import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import ppo_atari  # noqa: E402
+
 RUNS_DIR = Path(os.environ.get("RUNS_DIR", ROOT / "runs" / "learn_atari"))
 RESULTS = Path(__file__).parent / "results"
-RUNS = {
-    "Pong": "--env Pong --total-timesteps 3000000",
-    "Breakout": "--env Breakout --total-timesteps 10000000",
-    "Breakout-1M-bf16": "--env Breakout --total-timesteps 1000000 --precision bf16",
-    "Breakout-1M-fp32": "--env Breakout --total-timesteps 1000000 --precision fp32",
+RUNS = {  # options, and the step after which the run is stopped
+    "Pong": ("--env Pong --total-timesteps 10000000", 3_000_000),
+    "Breakout": ("--env Breakout --total-timesteps 10000000", 10_000_000),
+    "Breakout-1M-bf16": ("--env Breakout --total-timesteps 1000000 --precision bf16", 1_000_000),
+    "Breakout-1M-fp32": ("--env Breakout --total-timesteps 1000000 --precision fp32", 1_000_000),
 }
-COLUMNS = "run seed steps episodic_return steps_to_18 wall_seconds command versions".split()
+COLUMNS = (
+    "run seed steps episodic_return steps_to_18 mode sampled wall_seconds command versions"
+).split()
 CURVE = ("global_step", "wall_seconds", "episodic_return")
 POINTS = 100
 
 
 def run(name, seed):
-    """Train."""
+    """Train, from where the run stopped if there is one, and stop it after its last step."""
     script = [sys.executable, "-W", "ignore", str(ROOT / "ppo_atari.py")]
-    where = ["--log-dir", str(RUNS_DIR), "--run-name", f"{name}__{seed}", "--quiet"]
-    subprocess.run([*script, *RUNS[name].split(), "--seed", str(seed), *where], check=True)
+    run_dir = RUNS_DIR / f"{name}__{seed}"
+    (options, last), step = RUNS[name], 0
+    options = [*options.split(), "--seed", str(seed)]
+    options += ["--log-dir", str(RUNS_DIR), "--run-name", run_dir.name]
+    if (run_dir / "checkpoint.pt").exists():
+        options = ["--resume", str(run_dir)]
+    process = subprocess.Popen([*script, *options, "--quiet"])
+    while process.poll() is None:
+        time.sleep(5)
+        if (run_dir / "progress.csv").exists() and progress(run_dir)[-1:]:
+            step = int(progress(run_dir)[-1]["global_step"])
+        if step >= last:
+            process.terminate()  # it finishes its iteration and saves
+            process.wait()
+    if process.returncode not in (0, 128 + signal.SIGTERM):
+        sys.exit(f"{run_dir} failed")
+
+
+def progress(run_dir):
+    """Return the rows of progress.csv."""
+    with (run_dir / "progress.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def record(run_dir):
-    """Return a finished run's row of results/atari.csv; write its curve."""
-    with (run_dir / "progress.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    """Return a run's row of results/atari.csv; write its curve."""
+    rows = progress(run_dir)
     with (RESULTS / "atari" / f"{run_dir.name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, CURVE, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows[i] for i in np.linspace(0, len(rows) - 1, POINTS).round().astype(int))
     config, last = json.loads((run_dir / "config.json").read_text()), rows[-1]
-    command = config["command"]
     name, seed = run_dir.name.rsplit("__", 1)
     reached = [row["global_step"] for row in rows if float(row["episodic_return"]) >= 18]
     return {
@@ -65,14 +92,23 @@ def record(run_dir):
         "steps": last["global_step"],
         "episodic_return": f"{float(last['episodic_return']):.2f}",
         "steps_to_18": reached[0] if reached else "",
+        "mode": score(run_dir),
+        "sampled": score(run_dir, "--sample"),
         "wall_seconds": f"{float(last['wall_seconds']):.0f}",
-        "command": "python ppo_atari.py " + shlex.join(command[1 : command.index("--log-dir")]),
+        "command": f"python ppo_atari.py {RUNS[name][0]} --seed {seed}",
         "versions": json.dumps(config["versions"]),
     }
 
 
+def score(run_dir, *options):
+    """Return mean ± deviation of the true score of 10 games."""
+    argv = ["--eval", str(run_dir), "--eval-episodes", "10", *options]
+    returns = ppo_atari.evaluate_run(ppo_atari.parse_args(argv))
+    return f"{returns.mean():.2f} ± {returns.std():.2f}"
+
+
 def collect():
-    """Write the rows of the finished runs to results/atari.csv, beside those of other runs."""
+    """Write the rows of the runs to results/atari.csv, beside those of other runs."""
     (RESULTS / "atari").mkdir(exist_ok=True)
     path, rows = RESULTS / "atari.csv", {}
     if path.exists():
