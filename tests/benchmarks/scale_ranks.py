@@ -5,7 +5,7 @@
 ResSim-v1 with 100 actors for a few iterations, in turn with one process and one worker, with one
 process and two workers, and as two ranks with a worker each (torchrun); then with other numbers of
 actors and levels. A row has the medians over the rounds of steps per second and of an iteration's
-seconds, by part; the first iterations do not count.
+seconds, by part; the first iterations do not count. Rows of cases that are not measured stay.
 """
 
 import argparse
@@ -50,23 +50,29 @@ def main():
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     args = parser.parse_args()
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        for case, options in CASES.items():
-            seen = {name: [] for name in RANKS}
-            for _ in range(args.rounds):
-                for name, processes in RANKS.items():
-                    rows, versions = measure(options, *processes)
-                    seen[name] += rows
-            for name, rows in seen.items():
-                result = {"case": case, "processes": name, "rounds": args.rounds}
-                result["steps_per_second"] = round(statistics.median(float(r["sps"]) for r in rows))
-                for part in PARTS:
-                    result[part] = f"{statistics.median(float(r[part]) for r in rows):.3f}"
-                writer.writerow(result | {"versions": json.dumps(versions)})
-                print(result, flush=True)
+    results = []
+    if RESULTS.exists():
+        with RESULTS.open(newline="") as file:
+            results = [row for row in csv.DictReader(file) if row["case"] not in args.cases]
+    for case in args.cases:
+        seen = {name: [] for name in RANKS}
+        for _ in range(args.rounds):
+            for name, processes in RANKS.items():
+                rows, versions = measure(CASES[case], *processes)
+                seen[name] += rows
+        for name, rows in seen.items():
+            result = {"case": case, "processes": name, "rounds": args.rounds}
+            result["steps_per_second"] = round(statistics.median(float(r["sps"]) for r in rows))
+            for part in PARTS:
+                result[part] = f"{statistics.median(float(r[part]) for r in rows):.3f}"
+            results.append(result | {"versions": json.dumps(versions)})
+            print(result, flush=True)
+        with RESULTS.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(results)
 
 
 if __name__ == "__main__":
