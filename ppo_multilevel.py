@@ -2312,10 +2312,10 @@ def saved_at_the_end(save):
     """Save when the block ends, also by a GameError: the last iteration is complete then."""
     try:
         yield
+        save()
     except GameError:
         save(with_games=False)
         raise
-    save()
 
 
 class StopRequest:
