@@ -29,6 +29,7 @@ it did.
 import argparse
 import copy
 import csv
+import datetime
 import functools
 import hashlib
 import importlib.util
@@ -248,7 +249,7 @@ def parse_with_run(parser, argv):
         options |= {name: checked[name] for name in options if name != "total_timesteps"}
         parser.set_defaults(**options)
         given = parser.parse_args(argv)
-        for name in ("shared_net", "activation"):  # the weights' shapes do not show these
+        for name in ("shared_net", "activation", "init_log_std"):  # no shapes of weights show these
             value = options.get(name, parser.get_default(name))
             if getattr(given, name, value) != value:
                 parser.error(f"argument --{name.replace('_', '-')}: the run has {value}")
@@ -264,6 +265,8 @@ def parse_with_run(parser, argv):
         parser.error(f"argument --device: '{args.device}' is none of auto, cpu, cuda, mps")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: there is no cuda device here, use cpu")
+    if args.device == "cuda" and not a_gpu_each():
+        parser.error("argument --device: there are fewer cuda devices than ranks, use cpu")
     if args.device == "mps" and not torch.backends.mps.is_available():
         parser.error("argument --device: there is no mps device here, use cpu")
     for name in ("step_timeout", "restart_workers"):
@@ -275,7 +278,7 @@ def parse_with_run(parser, argv):
         Path(args.log_dir).mkdir(parents=True, exist_ok=True)
         if not os.access(args.log_dir, os.W_OK):
             raise OSError(f"no permission to write to '{args.log_dir}'")
-    if args.run_name and (Path(args.log_dir) / folder_name(args.run_name)).exists():
+    if rank() == 0 and args.run_name and (Path(args.log_dir) / folder_name(args.run_name)).exists():
         parser.error(f"argument --run-name: '{args.run_name}' is there already, choose another")
     return args
 
@@ -334,6 +337,11 @@ def check_checkpoint(parser, args):
     if args.resume:
         new, old = vars(args), run_options(run_dir)
         names = [name for name in old if new[name] != old[name]]
+        for name in {"learning_rate", "value_learning_rate"} & {*names}:
+            if new.get("adaptive_lr"):
+                parser.error(
+                    f"argument --{name.replace('_', '-')}: --adaptive-lr goes on with its own"
+                )
         changed = [f"{name} {new[name]} (was {old[name]})" for name in names]
         if changed:
             report(f"options changed: {', '.join(changed)}")
@@ -495,6 +503,19 @@ class Game:
         set_env_state(self.env, state)
 
 
+def restored(games, states):
+    """Set the games' states, if there are any and they fit. Return whether they are set."""
+    try:
+        for game, state in zip(games, states or [None], strict=False):
+            if state is None:
+                return False
+            game.set_state(state)
+    except Exception as error:  # of any kind, if the env or its packages are others than then
+        report(f"{games[0].name} starts a new episode: {first_line(error)}")
+        return False
+    return True
+
+
 class EnvPickler(pickle.Pickler):
     """Refuses to pickle an env: Gymnasium's EzPickle keeps how it was made, not where it is."""
 
@@ -518,11 +539,11 @@ def env_state(env):
     """
     *wrappers, inner = layers(env)
     states = [{k: v for k, v in vars(w).items() if k not in ("env", "spec")} for w in wrappers]
-    states.append(inner.get_state() if says_its_state(inner) else vars(inner))
     file = io.BytesIO()
     try:
+        states.append(inner.get_state() if says_its_state(inner) else vars(inner))
         EnvPickler(file).dump(states)
-    except Exception:  # whatever an env's attributes raise
+    except Exception:  # whatever an env and its attributes raise
         return None
     return file.getvalue()
 
@@ -569,11 +590,9 @@ class Games:
         states = states[self.rows] if states else [None] * len(self.games)
         for i, (game, state) in enumerate(zip(self.games, states, strict=True)):
             with named(game, "reset"):
-                if state is not None:
-                    game.set_state(state)
-                    continue
-                self.arrays["obs"][i] = game.reset(game.seed)
-                self.show(i, game)
+                if not restored([game], [state]):
+                    self.arrays["obs"][i] = game.reset(game.seed)
+                    self.show(i, game)
         check_finite(self.arrays, self.games)
 
     def get_states(self):
@@ -703,7 +722,11 @@ class WorkerPool:
         self.workers, self.games, self.timeout = [], None, timeout or None
         self.restarts, self.restarts_left = 0, 0
         if num_workers == 0:
-            self.games = make_games(slice(0, num_envs), self.arrays)
+            try:
+                self.games = make_games(slice(0, num_envs), self.arrays)
+            except Exception as error:
+                problem = f"a game cannot be made: {first_line(error)}\n{traceback.format_exc()}"
+                raise GameError(problem) from None
             return
         shares = np.array_split(np.arange(num_envs), min(num_workers, num_envs))
         self.rows = [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
@@ -755,7 +778,7 @@ class WorkerPool:
             if not pipe.poll():
                 raise EOFError
             return pipe.recv()
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             process.join()
             return GameError(f"worker {i} died with exit code {process.exitcode}")
 
@@ -770,7 +793,8 @@ class WorkerPool:
         self.workers[i] = self.start(self.rows[i])
         answer = self.answer(i, 0)
         if not isinstance(answer, GameError):
-            self.workers[i][0].send(("restart", command))
+            with suppress(BrokenPipeError):
+                self.workers[i][0].send(("restart", command))
             answer = self.answer(i, steps)
         return answer
 
@@ -781,9 +805,12 @@ class WorkerPool:
         for pipe, _ in self.workers:
             with suppress(OSError):
                 pipe.send(("close",))
-        for _, process in self.workers:
-            process.join(timeout=5)
-            if process.is_alive():
+        end = time.monotonic() + 5
+        try:
+            for _, process in self.workers:
+                process.join(max(0, end - time.monotonic()))
+        finally:
+            for _, process in self.workers:
                 process.kill()
                 process.join()
 
@@ -827,6 +854,14 @@ def num_ranks():
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
+def a_gpu_each():
+    """Return whether there is a GPU for each rank of this machine, and choose this rank's."""
+    enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if enough and num_ranks() > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return enough
+
+
 def report(message):
     """Print a message, once for all ranks."""
     if rank() == 0:
@@ -840,7 +875,8 @@ def connected_ranks(model):
         yield
         return
     with lost_rank(ConnectionError):
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=datetime.timedelta(days=1))  # of an evaluation
     try:
         with lost_rank(ConnectionError):
             for tensor in model.state_dict().values():
@@ -1557,12 +1593,10 @@ class Logger:
         write_file(run_dir / "config.json", (json.dumps(config, indent=2) + "\n").encode())
         self.events = SummaryWriter(str(run_dir), purge_step=first_step)
         path, kept = run_dir / "progress.csv", io.StringIO(newline="")
-        self.writer = csv.DictWriter(kept, columns)
+        self.writer = csv.DictWriter(kept, columns, extrasaction="ignore")
         self.writer.writeheader()
         if last_iteration:
-            with path.open(newline="") as file:
-                rows = list(csv.DictReader(file))
-            self.writer.writerows(r for r in rows if int(r["iteration"]) <= last_iteration)
+            self.writer.writerows(whole_rows(path.read_bytes(), last_iteration))
         write_file(path, kept.getvalue().encode())
         self.csv = path.open("a", newline="")
         self.writer = csv.DictWriter(self.csv, columns)
@@ -1599,6 +1633,11 @@ class Logger:
             line += f"  ETA {seconds // 60:.0f}:{seconds % 60:02.0f}"
         return line
 
+    def flush(self):
+        """Write what TensorBoard still keeps: a checkpoint must not be ahead of it."""
+        with named_file(self.run_dir):
+            self.events.flush()
+
     def close(self):
         """Close the files."""
         if rank() > 0:
@@ -1606,6 +1645,14 @@ class Logger:
         with named_file(self.run_dir):
             self.csv.close()
             self.events.close()
+
+
+def whole_rows(content, last_iteration):
+    """Return the rows of a progress.csv up to an iteration, without those that are damaged."""
+    text = content.decode(errors="replace").replace("\0", "")
+    rows = [row for row in csv.DictReader(io.StringIO(text)) if None not in (*row, *row.values())]
+    rows = [row for row in rows if row.get("iteration", "").isdecimal()]
+    return [row for row in rows if int(row["iteration"]) <= last_iteration]
 
 
 def versions():
@@ -1661,11 +1708,14 @@ def write_file(path, content):
     """Write bytes to a file atomically: whoever dies here, or finds no room, leaves the old one."""
     partial = path.with_suffix(".partial")
     with named_file(path):
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        try:
+            with partial.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -1723,11 +1773,13 @@ def load_games(args, iteration):
         if hashlib.sha256(content[32:]).digest() != content[:32]:
             raise ValueError(f"{path} is damaged")
         games = pickle.loads(content[32:])
+        for other in {*path.parent.glob("games-*.pkl")} - {path}:
+            other.unlink(missing_ok=True)  # of a checkpoint that was never written
         if len(games) != num_ranks():
             raise ValueError(f"the run had {len(games)} ranks")
         if games[0]["made_of"] != [getattr(args, name) for name in GAMES_MADE_OF]:
             raise ValueError("the run's games were made with other options")
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of any kind, if the packages are others than then
         report(f"all games start new episodes: {first_line(error)}")
         return None
     if lost := sum(part["states"].count(None) for part in games):
@@ -1758,14 +1810,17 @@ class StopRequest:
 
     def __call__(self, signum, frame):
         if self.signal is not None:
-            raise KeyboardInterrupt
+            if num_ranks() == 1:
+                raise KeyboardInterrupt
+            return  # torchrun may send a second one while rank 0 still saves
         self.signal = signum
         report("stopping after this iteration; once more to stop now")
 
     def received(self):
         """Return whether any rank has received a signal."""
-        self.signal = max(gathered_objects(self.signal or 0)) or None
-        return self.signal is not None
+        agreed = max(gathered_objects(self.signal or 0))
+        self.signal = agreed or self.signal
+        return agreed > 0
 
     def __exit__(self, *_):
         for signum, handler in self.handlers.items():
@@ -1886,12 +1941,14 @@ def train(args):
     games = load_games(args, counters["iteration"]) if args.resume else None
     seeds = game_seeds(args, (args.num_envs,), counters["iteration"], games)
     recent = games["recent"] if games else deque(maxlen=100)
+    if model.reward_norm is not None and not games:
+        model.reward_norm.discounted.zero_()
     evaluates = args.eval_every and rank() == 0
     with ExitStack() as stack:
         if not args.quiet and rank() == 0:
             stack.callback(print, f"run folder: {run_dir}")
-        stop = stack.enter_context(StopRequest())
         stack.enter_context(connected_ranks(model))
+        stop = stack.enter_context(StopRequest())
         pool = stack.enter_context(closing(make_pool(args, seeds, args.num_workers)))
         if evaluates:
             eval_pool = stack.enter_context(closing(make_eval_pool(args)))
@@ -1902,7 +1959,10 @@ def train(args):
         def save(with_games=True):
             games = save_games(args, pool, seeds, recent) if with_games else None
             if rank() == 0:
+                logger.flush()
                 save_checkpoint(run_dir, model, optimizer, generator, counters, games)
+            if with_games:
+                gathered_objects(None)  # nobody ends, which would end rank 0, before it has saved
 
         stack.enter_context(saved_at_the_end(save))
         reset(pool, games)
@@ -1925,11 +1985,11 @@ def train(args):
                 model.obs_norm.update(buffer["obs"].flatten(0, 1))
 
             seconds = time.perf_counter() - started
+            restarts, pool.restarts = sum(gathered_objects(pool.restarts)), 0
             counters["iteration"] += 1
             counters["global_step"] += args.num_envs * args.num_steps
             counters["wall_seconds"] += seconds
-            counters["restarts"] += sum(gathered_objects(pool.restarts))
-            pool.restarts = 0
+            counters["restarts"] += restarts
             recent += episodes
             row |= counters | episode_means(recent)
             row["sps"] = round(args.num_envs * args.num_steps / seconds)

@@ -264,7 +264,7 @@ def test_handlers_are_put_back(script, tmp_path):
 
 @pytest.mark.parametrize("iterations", ["1", "9"])
 def test_worker_that_dies_during_an_update(script, tmp_path, monkeypatch, iterations):
-    """Nobody waits for it then. The next rollout, or save, finds it dead; the iteration is saved."""
+    """Nobody waits for it then. The next rollout or save finds it dead; the iteration is saved."""
     options = ["--env", GOOD[script], "--num-workers", "2", "--num-iterations", iterations]
     args = parse(script, tmp_path, *options)
     real = script.update
