@@ -2225,7 +2225,8 @@ class Logger:
 def whole_rows(content, last_iteration):
     """Return the rows of a progress.csv up to an iteration, without those that are damaged."""
     text = content.decode(errors="replace").replace("\0", "")
-    rows = [row for row in csv.DictReader(io.StringIO(text)) if None not in (*row, *row.values())]
+    rows = csv.DictReader(text.splitlines(), quoting=csv.QUOTE_NONE)
+    rows = [row for row in rows if None not in (*row, *row.values())]
     rows = [row for row in rows if row.get("iteration", "").isdecimal()]
     return [row for row in rows if int(row["iteration"]) <= last_iteration]
 

@@ -184,6 +184,19 @@ def test_game_that_raises(script, tmp_path, bad_env, where, num_workers):
         script.load_checkpoint(run_dir)
 
 
+@pytest.mark.parametrize("num_workers", ["0", "1"])
+def test_game_that_cannot_be_made(tmp_path, monkeypatch, num_workers):
+    """The error is the pool's, with one clear first line, in a worker and in this process."""
+    args = parse(ppo, tmp_path, "--env", GOOD[ppo], "--num-workers", num_workers)
+
+    def fail(*_, **__):
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(ppo, "Game", fail)
+    with pytest.raises(ppo.GameError, match="broken on purpose"):
+        ppo.train(args)
+
+
 def test_file_is_loaded_once(tmp_path):
     """All games of a user's file are of one module: it may keep data, and compare classes."""
     text = (Path(__file__).parent / "envs.py").read_text()

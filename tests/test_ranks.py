@@ -226,6 +226,36 @@ def test_unequal_shares(tmp_path, capsys, monkeypatch, options, option, rank):
     assert waited == [5] * rank
 
 
+def test_run_name_is_checked_by_rank_0(tmp_path, capsys, monkeypatch):
+    """The others may come when rank 0 has made the folder."""
+    (tmp_path / "mine").mkdir()
+    for name, value in {"TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    argv = ["--run-name", "mine", "--log-dir", str(tmp_path)]
+    monkeypatch.setenv("RANK", "1")
+    assert ppo.parse_args(argv).run_name == "mine"
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        ppo.parse_args(argv)
+    assert "--run-name" in capsys.readouterr().err
+
+
+def test_signals_of_ranks(monkeypatch):
+    """A signal that comes while the ranks agree counts next time; a second one is no Ctrl-C."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with ppo.StopRequest() as stop:
+
+        def gathered_objects(value):
+            signal.raise_signal(signal.SIGTERM)
+            return [value, 0]
+
+        monkeypatch.setattr(ppo, "gathered_objects", gathered_objects)
+        assert not stop.received()
+        assert stop.received() and stop.signal == signal.SIGTERM
+
+
 def test_eval_takes_one_process(tmp_path, capsys, monkeypatch):
     """--eval under torchrun is refused."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")

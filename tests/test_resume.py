@@ -206,6 +206,35 @@ def test_options_that_resume_refuses(script, tmp_path, capsys, option):
 
 
 @SCRIPTS
+def test_games_whose_state_does_not_fit(script, tmp_path, capsys, monkeypatch):
+    """As after an upgrade of a package: new episodes, and a line says why."""
+    run_dir = small_run(script, tmp_path).run_dir
+
+    def set_state(game, state):
+        raise ValueError("there is another wrapper")
+
+    monkeypatch.setattr(script.Game, "set_state", set_state)
+    capsys.readouterr()
+    resumed = resume(script, run_dir, "--num-iterations", "3")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 + 4  # options changed; four games, or actors
+    assert all("starts a new episode: there is another wrapper" in line for line in lines[1:])
+    assert [row["iteration"] for row in resumed.history] == [3]
+
+
+def test_options_that_a_resumed_run_cannot_honour(tmp_path, capsys):
+    """Parameters that are learned, and rates that adapt themselves."""
+    env = ["--env", "Pendulum-v1"]
+    run_dir = small_run(ppo, tmp_path, *env, "--adaptive-lr", "0.01", iterations=1).run_dir
+    for option in ("--init-log-std", "--learning-rate", "--value-learning-rate"):
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            ppo.parse_args(["--resume", str(run_dir), option, "0.5"])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert option in line
+
+
+@SCRIPTS
 def test_run_that_died_while_saving(script, tmp_path, capsys):
     """Games saved for a checkpoint that never came are not used, and are removed."""
     run_dir = small_run(script, tmp_path).run_dir
@@ -244,6 +273,9 @@ def test_env_says_its_state():
 
 def test_env_without_a_way_to_tell_its_state():
     """What cannot be pickled, or another env that would lose its state, is not saved."""
+    env = Counter(says=True)
+    env.get_state = lambda player: 1 / 0  # another meaning, or a failure
+    assert ppo.env_state(env) is None
     assert ppo.env_state(Counter(other=lambda: 0)) is None
     assert ppo.env_state(Counter(other=gym.make("HalfCheetah-v5"))) is None
     assert ppo.env_state(Counter(other=[1, 2])) is not None
