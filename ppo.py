@@ -773,6 +773,7 @@ class WorkerPool:
         pipe, process = self.workers[i]
         limit = self.timeout * steps if self.timeout and steps else None
         if not multiprocessing.connection.wait([pipe, process.sentinel], limit):
+            process.kill()
             return GameError(f"worker {i} has not answered for {limit:g} s, see --step-timeout")
         try:
             if not pipe.poll():

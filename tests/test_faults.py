@@ -271,8 +271,10 @@ def test_loss_that_is_no_number(script, tmp_path, capsys, monkeypatch, what):
     assert run_main(script, monkeypatch, *more) == 0
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("during", ["rollout", "update", "write_file"])
+@pytest.mark.parametrize(
+    "during, signum",
+    [("rollout", signal.SIGINT), ("update", signal.SIGTERM), ("write_file", signal.SIGINT)],
+)
 def test_signal(script, tmp_path, capsys, monkeypatch, during, signum):
     """Whatever it interrupts, the iteration is finished and saved; the run can be resumed."""
     more = ["--num-iterations", "3", "--num-workers", "0", "--save-every", "1"]
