@@ -140,6 +140,17 @@ def resume(script, run_dir, *options):
     return script.train(script.parse_args(["--resume", str(run_dir), "--quiet", *options]))
 
 
+def test_seeds_in_the_config(tmp_path, monkeypatch):
+    """They are those that the games start from."""
+    buffers, real = [], ppo.rollout
+    monkeypatch.setattr(ppo, "rollout", lambda *a: buffers.append(real(*a)[0]) or real(*a))
+    run = small_run(ppo, tmp_path, iterations=1)
+    seeds = json.loads((run.run_dir / "config.json").read_text())["game_seeds"]
+    first = [gym.make("CartPole-v1").reset(seed=seed)[0] for seed in seeds]
+    np.testing.assert_array_equal(buffers[0]["obs"][0], first)
+    assert len(set(seeds)) == 4
+
+
 def test_games_that_cannot_be_pickled(tmp_path, capsys):
     """They start new episodes with new seeds, and the log says so once."""
     first = small_run(ppo, tmp_path, "--env", "LunarLander-v3")
