@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.fsync = lambda file: None  # no test cuts the power, and checkpoints of 20 MB take their time
 
 
 def pytest_addoption(parser):
@@ -18,7 +19,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Register the marker of the learning runs; silence a warning that is not about the scripts."""
-    config.addinivalue_line("markers", "slow: a learning run of minutes, runs with --slow only")
+    config.addinivalue_line("markers", "slow: takes long, as a learning run does; only with --slow")
     config.addinivalue_line(
         "filterwarnings", r"ignore:.*The environment ResSim.* is out of date:DeprecationWarning"
     )

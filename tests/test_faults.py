@@ -28,7 +28,10 @@ FLAKY = {ppo: "envs:Flaky-v0", ppo_atari: "Breakout", ppo_multilevel: "envs:make
 GOOD = {ppo: "CartPole-v1", ppo_atari: "Breakout", ppo_multilevel: "envs:make"}
 
 
-@pytest.fixture(params=OWN, ids=lambda script: script.__name__)
+SLOW = pytest.param(ppo_atari, marks=pytest.mark.slow)  # what it shares is tested by the others
+
+
+@pytest.fixture(params=[ppo, SLOW, ppo_multilevel], ids=["ppo", "ppo_atari", "ppo_multilevel"])
 def script(request):
     """Each of the scripts."""
     return request.param
@@ -101,6 +104,11 @@ def test_worker_that_starts_again(script, tmp_path, capsys, fail, how):
     assert [row["restarts"] for row in rows(run.run_dir)] == [str(times)] * 3
     assert all(torch.isfinite(value).all() for value in run.model.state_dict().values())
     assert multiprocessing.active_children() == []
+
+
+def test_atari_worker_that_starts_again(tmp_path, capsys, fail):
+    """It plays the whole rollout again, which is its own way."""
+    test_worker_that_starts_again(ppo_atari, tmp_path, capsys, fail, "kill")
 
 
 def test_more_failures_than_restarts(script, tmp_path, capsys, monkeypatch, fail):

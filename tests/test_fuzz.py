@@ -37,7 +37,9 @@ ENVS = {  # those that are tried most are the first
     ppo_multilevel: ["envs:make", "envs:make", "ResSim-v1", "envs:nope", "", "a.py:b", ":", "x:"],
 }
 COUNTS = {ppo: 150, ppo_atari: 25, ppo_multilevel: 80}
-SCRIPTS = pytest.mark.parametrize("script", START, ids=lambda script: script.__name__)
+SLOW = pytest.param(ppo_atari, marks=pytest.mark.slow)  # its games take long to start
+NAMES = ["ppo", "ppo_atari", "ppo_multilevel"]
+SCRIPTS = pytest.mark.parametrize("script", [ppo, SLOW, ppo_multilevel], ids=NAMES)
 
 
 @pytest.fixture(autouse=True)

@@ -125,7 +125,9 @@ def test_resumed_run_is_the_same_run(case, tmp_path, capsys):
     assert not list(part.run_dir.glob("*.partial"))
 
 
-SCRIPTS = pytest.mark.parametrize("script", SMALL, ids=lambda script: script.__name__)
+SLOW = pytest.param(ppo_atari, marks=pytest.mark.slow)  # what it shares is tested by the others
+NAMES = ["ppo", "ppo_atari", "ppo_multilevel"]
+SCRIPTS = pytest.mark.parametrize("script", [ppo, SLOW, ppo_multilevel], ids=NAMES)
 GOOD = {ppo: "CartPole-v1", ppo_atari: "Breakout", ppo_multilevel: "envs:make"}
 
 
