@@ -242,7 +242,6 @@ def parse_with_run(parser, argv):
     if run_dir:
         with option_error(parser, option):
             options = run_options(run_dir)
-            load_checkpoint(run_dir)
             if unknown := options.keys() - vars(args).keys():
                 raise ValueError(f"{run_dir} is a run of another script, it has {min(unknown)}")
             checked = parse_strictly(parser, words(options))
@@ -719,7 +718,7 @@ class WorkerPool:
             size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
             self.buffers[name] = self.context.RawArray("b", size), shape, dtype
         self.arrays = view(self.buffers)
-        self.workers, self.games, self.timeout = [], None, timeout or None
+        self.workers, self.games, self.timeout = [], None, timeout
         self.restarts, self.restarts_left = 0, 0
         if num_workers == 0:
             try:
@@ -1570,10 +1569,7 @@ def evaluate(model, pool, arrays, generator=None, max_steps=100_000):
 
 def evaluation_noise(model, num_envs, generator):
     """Return the noise (N, ·) of a step's actions, None without a generator."""
-    if generator is None:
-        return None
-    noise = model.head.noise(num_envs, generator).view(num_envs, -1)
-    return noise.to(model.value.weight.device)
+    return None if generator is None else make_noise(model, 1, num_envs, generator)[0]
 
 
 # ------------------------------------------------------------------------------------ run folder

@@ -228,7 +228,6 @@ def parse_with_run(parser, argv):
     if run_dir:
         with option_error(parser, option):
             options = run_options(run_dir)
-            load_checkpoint(run_dir)
             if unknown := options.keys() - vars(args).keys():
                 raise ValueError(f"{run_dir} is a run of another script, it has {min(unknown)}")
             checked = parse_strictly(parser, words(options))
@@ -684,7 +683,7 @@ class WorkerPool:
             size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
             self.buffers[name] = self.context.RawArray("b", size), shape, dtype
         self.arrays = view(self.buffers)
-        self.workers, self.games, self.timeout = [], None, timeout or None
+        self.workers, self.games, self.timeout = [], None, timeout
         self.restarts, self.restarts_left = 0, 0
         if num_workers == 0:
             try:
@@ -1018,9 +1017,7 @@ def rollout(model, pool, generator):
     """
     buffer = shared_buffer(pool.arrays)
     T, N, _ = buffer["noise"].shape
-    N *= num_ranks()
-    noise = model.head.noise(T * N, generator).view(T, N, -1)
-    buffer["noise"][:] = noise[:, own_games(N)]
+    buffer["noise"][:] = make_noise(model, T, N, generator).cpu()
     if model.value.weight.is_cpu:
         pool.call("rollout", steps=T)  # the workers play with the same weights, in shared memory
     else:
@@ -1038,6 +1035,13 @@ def play_steps(model, arrays, step, buffer):
             store(buffer, t, arrays, model.stored)
             step()
             store(buffer, t, arrays, STEP_RESULTS)
+
+
+def make_noise(model, num_steps, num_envs, generator):
+    """Return the noise that makes a rollout's actions random, (T, N, ·)."""
+    num_envs *= num_ranks()
+    noise = model.head.noise(num_steps * num_envs, generator).view(num_steps, num_envs, -1)
+    return noise[:, own_games(num_envs)].to(model.value.weight.device)
 
 
 def store(buffer, t, arrays, names):
@@ -1237,10 +1241,7 @@ def evaluate(model, pool, arrays, generator=None, max_steps=100_000):
 
 def evaluation_noise(model, num_envs, generator):
     """Return the noise (N, ·) of a step's actions, None without a generator."""
-    if generator is None:
-        return None
-    noise = model.head.noise(num_envs, generator).view(num_envs, -1)
-    return noise.to(model.value.weight.device)
+    return None if generator is None else make_noise(model, 1, num_envs, generator)[0]
 
 
 # ------------------------------------------------------------------------------------ run folder
