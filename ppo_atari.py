@@ -423,10 +423,11 @@ class Game:
         self, env_id, seed, frameskip=4, noop_max=30, episodic_life=True, fire=True, **options
     ):
         self.name, self.seed = env_id, seed
-        self.frameskip, self.noop_max, self.episodic_life = frameskip, noop_max, episodic_life
+        self.frameskip, self.episodic_life = frameskip, episodic_life
         self.env = make_env(env_id, **options)
         self.ale = self.env.unwrapped.ale
         actions = self.env.unwrapped.get_action_meanings()
+        self.noop_max = noop_max if actions[0] == "NOOP" else 0  # in Backgammon it is FIRE
         self.start_action = actions.index("FIRE") if fire and "FIRE" in actions else None
         self.screens = np.zeros((2, *self.ale.getScreenDims()), np.uint8)  # last, the one before
         self.obs = np.zeros((84, 84, 4), np.uint8)

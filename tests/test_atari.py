@@ -297,6 +297,13 @@ def test_noops(noop_max):
     assert numbers == (set(range(1, noop_max + 1)) or {0})
 
 
+@pytest.mark.parametrize("game", ["Backgammon", "VideoCheckers"])
+def test_no_noops(game):
+    """Where no action does nothing, a game starts without such frames, but with FIRE as others."""
+    assert new_game(game, bonus=0, noop_max=30).env.actions == [0] * 4
+    assert new_game(game, bonus=0, noop_max=30, fire=False).env.actions == []
+
+
 @pytest.mark.parametrize("sticky_actions", [0.0, 0.25])
 def test_seeds(sticky_actions):
     """A seed gives the same game each time, also when it starts again; another seed another."""
