@@ -16,6 +16,7 @@ import argparse
 import csv
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
+import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -38,12 +40,11 @@ RUNS_DIR = Path(os.environ.get("RUNS_DIR", ROOT / "runs" / "learn_atari"))
 RESULTS = Path(__file__).parent / "results"
 RUNS = {  # options, and the step after which the run is stopped
     "Pong": ("--env Pong --total-timesteps 10000000", 3_000_000),
-    "Breakout": ("--env Breakout --total-timesteps 10000000", 10_000_000),
-    "Breakout-1M-bf16": ("--env Breakout --total-timesteps 1000000 --precision bf16", 1_000_000),
-    "Breakout-1M-fp32": ("--env Breakout --total-timesteps 1000000 --precision fp32", 1_000_000),
+    "Breakout-bf16": ("--env Breakout --total-timesteps 10000000 --precision bf16", 10_000_000),
+    "Breakout-fp32": ("--env Breakout --total-timesteps 10000000 --precision fp32", 1_000_000),
 }
 COLUMNS = (
-    "run seed steps episodic_return steps_to_18 mode sampled wall_seconds command versions"
+    "run seed steps episodic_return steps_to_18 mode sampled wall_seconds command machine versions"
 ).split()
 CURVE = ("global_step", "wall_seconds", "episodic_return")
 POINTS = 100
@@ -85,6 +86,7 @@ def record(run_dir):
         writer.writerows(rows[i] for i in np.linspace(0, len(rows) - 1, POINTS).round().astype(int))
     config, last = json.loads((run_dir / "config.json").read_text()), rows[-1]
     name, seed = run_dir.name.rsplit("__", 1)
+    capability = torch.backends.cpu.get_cpu_capability()
     reached = [row["global_step"] for row in rows if float(row["episodic_return"]) >= 18]
     return {
         "run": name,
@@ -96,6 +98,7 @@ def record(run_dir):
         "sampled": score(run_dir, "--sample"),
         "wall_seconds": f"{float(last['wall_seconds']):.0f}",
         "command": f"python ppo_atari.py {RUNS[name][0]} --seed {seed}",
+        "machine": f"{platform.machine()} {capability}, {config['options']['num_workers']} core(s)",
         "versions": json.dumps(config["versions"]),
     }
 
@@ -125,16 +128,18 @@ def collect():
 
 def draw():
     """Draw the curves of all recorded runs, a panel for each group: results/atari.png."""
-    groups = {"Pong": ["Pong"], "Breakout": ["Breakout"]}
-    groups["Breakout, 1M steps"] = ["Breakout-1M-bf16", "Breakout-1M-fp32"]
-    figure, axes = plt.subplots(1, len(groups), figsize=(13, 4))
-    for panel, (title, names) in zip(axes, groups.items(), strict=True):
+    panels = {"Pong": ["Pong"], "Breakout": ["Breakout-bf16"]}
+    panels["Breakout, the first 1M steps"] = ["Breakout-bf16", "Breakout-fp32"]
+    figure, axes = plt.subplots(1, len(panels), figsize=(13, 4))
+    for panel, (title, names) in zip(axes, panels.items(), strict=True):
         for color, name in enumerate(names):
             for i, path in enumerate(sorted((RESULTS / "atari").glob(f"{name}__*.csv"))):
                 with path.open() as file:
                     rows = [(r["global_step"], r["episodic_return"]) for r in csv.DictReader(file)]
                 steps, returns = np.array(rows, dtype=float).T
-                panel.plot(steps / 1e6, returns, f"C{color}", label=name if i == 0 else None)
+                shown = steps <= 1e6 if "first 1M" in title else steps > 0
+                label = name if i == 0 else None
+                panel.plot(steps[shown] / 1e6, returns[shown], f"C{color}", label=label)
         panel.set(title=title, xlabel="steps [millions]", ylabel="score of the last 100 games")
         panel.grid(alpha=0.3)
         panel.legend()
