@@ -176,7 +176,7 @@ def add_network_arguments(parser, **defaults):
 
 def parse_args(argv=None):
     """Parse and check the command line (default: the program's)."""
-    parser = Parser("ppo.py", description="PPO for Gymnasium envs, observations as vectors.")
+    parser = Parser("ppo.py", description="PPO for Gymnasium envs; 500,000 steps by default.")
     parser.add_argument("--env", default="CartPole-v1", help="Gymnasium id, or module:id")
     add_common_arguments(parser)
     add_network_arguments(parser)
@@ -1428,7 +1428,7 @@ def make_batch(buffer, inputs, gamma, gae_lambda):
 def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
-    `batch` holds obs (M, D) and the model's other inputs, actions (M, ...), logprobs, values,
+    `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), logprobs, values,
     advantages, returns (M,). Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,);
     (T, M) instead of (M,) with a recurrent policy.
     """
@@ -1549,7 +1549,7 @@ def explained_variance(values, returns):
 
 
 @torch.no_grad()
-def evaluate(model, pool, arrays, generator=None, max_steps=100_000):
+def evaluate(model, pool, arrays, generator=None, max_steps=110_000):
     """Play one whole episode in every game. Return the returns, (E,).
 
     With a generator actions are sampled, else the policy's mode is taken. Raises GameError if an
@@ -2051,7 +2051,7 @@ def evaluate_run(args):
         try:
             path = record_video(args, model)
         except Exception as error:
-            problem = f"argument --video: no pictures of {args.env}: {first_line(error)}"
+            problem = f"argument --video: no film of {args.env}: {first_line(error)}"
             raise GameError(problem) from None
         print(f"video: {path}")
     if args.export_onnx:
@@ -2072,7 +2072,7 @@ def record_video(args, model):
 
 
 @torch.no_grad()
-def play(model, pool, arrays, env, generator=None, max_steps=10_000):
+def play(model, pool, arrays, env, generator=None, max_steps=110_000):
     """Play an episode of the pool's only game. Yields the pictures."""
     pool.call("reset")
     for _ in range(max_steps):
@@ -2093,6 +2093,8 @@ def write_video(path, env, pictures):
             size = picture.shape[1::-1]
             fps = env.metadata.get("render_fps", 30)
             video = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), fps, size)
+            if not video.isOpened():
+                raise OSError(f"{path} cannot be written")
         video.write(np.ascontiguousarray(picture[..., ::-1]))  # OpenCV wants BGR
     video.release()
 

@@ -12,9 +12,9 @@ update, in bfloat16 where the processor can.
 
 Papers: "PPO" is Schulman et al. 2017, Proximal policy optimization algorithms (arXiv 1707.06347);
 "GAE" is Schulman et al. 2016 (arXiv 1506.02438); pictures and network are those of Mnih et al.
-2015, Human-level control through deep reinforcement learning. All constants are those of labml's
-annotated implementation, but for Adam's ε (1e-5), biases (0 at the start) and the order of maximum
-and shrinking, which is Gymnasium's.
+2015, Human-level control through deep reinforcement learning. Network, rollout and loss have the
+constants of labml's annotated implementation, but for Adam's ε (1e-5) and biases (0 at the start);
+games are as in Gymnasium's AtariPreprocessing, with signs of rewards, FIRE and lives besides.
 
 Each iteration runs the policy π_old for T steps in N games, then takes K epochs of minibatch steps:
 
@@ -166,7 +166,7 @@ def add_common_arguments(parser, **defaults):
 
 def parse_args(argv=None):
     """Parse and check the command line (default: the program's)."""
-    parser = Parser("ppo_atari.py", description="PPO for Atari games.")
+    parser = Parser("ppo_atari.py", description="PPO for Atari games; 10M steps by default.")
     env_help = (
         "game: Breakout, BreakoutNoFrameskip-v4 and ALE/Breakout-v5 are the same (%(default)s)"
     )
@@ -1129,7 +1129,7 @@ def make_batch(buffer, inputs, gamma, gae_lambda):
 def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
-    `batch` holds obs (M, D) and the model's other inputs, actions (M, ...), logprobs, values,
+    `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), logprobs, values,
     advantages, returns (M,). Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,);
     (T, M) instead of (M,) with a recurrent policy.
     """
@@ -1222,7 +1222,7 @@ def explained_variance(values, returns):
 
 
 @torch.no_grad()
-def evaluate(model, pool, arrays, generator=None, max_steps=100_000):
+def evaluate(model, pool, arrays, generator=None, max_steps=110_000):
     """Play one whole episode in every game. Return the returns, (E,).
 
     With a generator actions are sampled, else the policy's mode is taken. Raises GameError if an
@@ -1529,7 +1529,7 @@ def choose_device(name):
 def has_bf16(device):
     """Return whether a device computes in bfloat16 faster than in float32."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     able = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
     return able.get("avx512_bf16", False) or able.get("amx_bf16", False)
 
@@ -1717,7 +1717,7 @@ def evaluate_run(args):
         try:
             path = record_video(args, model)
         except Exception as error:
-            problem = f"argument --video: no pictures of {args.env}: {first_line(error)}"
+            problem = f"argument --video: no film of {args.env}: {first_line(error)}"
             raise GameError(problem) from None
         print(f"video: {path}")
     if args.export_onnx:
@@ -1739,7 +1739,7 @@ def record_video(args, model):
 
 
 @torch.no_grad()
-def play(model, pool, arrays, env, generator=None, max_steps=10_000):
+def play(model, pool, arrays, env, generator=None, max_steps=110_000):
     """Play an episode of the pool's only game. Yields the pictures."""
     pool.call("reset")
     for _ in range(max_steps):
@@ -1760,6 +1760,8 @@ def write_video(path, env, pictures):
             size = picture.shape[1::-1]
             fps = env.metadata.get("render_fps", 30)
             video = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), fps, size)
+            if not video.isOpened():
+                raise OSError(f"{path} cannot be written")
         video.write(np.ascontiguousarray(picture[..., ::-1]))  # OpenCV wants BGR
     video.release()
 

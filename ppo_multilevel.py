@@ -208,7 +208,8 @@ def add_network_arguments(parser, **defaults):
 
 def parse_args(argv=None):
     """Parse and check the command line (default: the program's)."""
-    parser = Parser("ppo_multilevel.py", description="Multilevel PPO for simulations on levels.")
+    description = "Multilevel PPO for simulations on levels; 200 iterations by default."
+    parser = Parser("ppo_multilevel.py", description=description)
     env_help = f"{', '.join(CASES)}, path/to/file.py:make or package.module:make (%(default)s)"
     parser.add_argument("--env", default="ResSim-v1", help=env_help)
     defaults = {"num_workers": num_cores(), "eval_every": 5, "num_envs": 50}
@@ -761,8 +762,8 @@ def transport(s, p, vx, vy, q, pore, case):
 class Grid:
     """One level of a case: its cells, wells, fields and factored pressure matrices.
 
-    `perm` (K, ny, nx) [m²] lies on this level's or on the finest grid. Shared by all simulations of
-    the level in a process: with constant mobility a field's pressure matrix is factored only once.
+    `perm` (K, ny, nx) [m²] lies on this level's or on the finest grid. A case's simulations
+    share it: with constant mobility a field's pressure matrix is factored once in a process.
     """
 
     def __init__(self, case, level, perm):
@@ -1986,7 +1987,7 @@ def make_batch(buffer, inputs, gamma, gae_lambda):
 def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
-    `batch` holds obs (M, D) and the model's other inputs, actions (M, ...), logprobs, values,
+    `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), logprobs, values,
     advantages, returns (M,). Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,);
     (T, M) instead of (M,) with a recurrent policy.
     """
@@ -2124,7 +2125,7 @@ def explained_variance(values, returns):
 
 
 @torch.no_grad()
-def evaluate(model, pool, arrays, generator=None, max_steps=100_000):
+def evaluate(model, pool, arrays, generator=None, max_steps=110_000):
     """Play one whole episode in every game. Return the returns, (E,).
 
     With a generator actions are sampled, else the policy's mode is taken. Raises GameError if an
@@ -2545,7 +2546,7 @@ def train(args):
                 evaluate(model, eval_pool, finest)
         while counters["iteration"] < args.num_iterations and not stop.received():
             started = time.perf_counter()
-            simulated = pool.arrays["seconds"].sum()
+            seconds_before, steps_before = simulated(pool)
             progress = counters["iteration"] / args.num_iterations if args.anneal_lr else 0
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * (1 - progress)
@@ -2564,11 +2565,14 @@ def train(args):
             counters["global_step"] += len(batch["obs"])
             counters["wall_seconds"] += seconds
             counters["restarts"] += restarts
-            sim_seconds = float(pool.arrays["seconds"].sum() - simulated)
-            sim_seconds = sum(gathered_objects(sim_seconds))
+            sim_seconds, steps = simulated(pool)
+            # Each step counts as what one of its member takes on average, in finest-level steps.
+            sim_cost = ((steps - steps_before) * sim_seconds / steps).sum()
+            sim_cost /= finest["seconds"].sum() / finest["steps"].sum()
+            spent = gathered_objects([(sim_seconds - seconds_before).sum(), sim_cost])
+            sim_seconds, sim_cost = np.sum(spent, axis=0).tolist()
             counters["sim_seconds"] += sim_seconds
-            step_seconds = float(finest["seconds"].sum() / finest["steps"].sum())
-            counters["sim_cost"] += sim_seconds / step_seconds
+            counters["sim_cost"] += sim_cost
             row |= counters | episode_means(recent[-1])
             row["sps"] = round(len(batch["obs"]) / seconds)
             row["simulation_seconds"] = sim_seconds / max(1, len(pool.workers)) / num_ranks()
@@ -2589,6 +2593,11 @@ def train(args):
             print(time_split(logger.rows))
     result = {"run_dir": run_dir, "model": model, "optimizer": optimizer, "history": logger.rows}
     return SimpleNamespace(**result, signal=stop.signal)
+
+
+def simulated(pool):
+    """Return seconds spent on simulating and steps taken so far by each member, (2L − 1,) each."""
+    return [pool.arrays[name].sum(axis=1) for name in ("seconds", "steps")]
 
 
 def normalise_values(model, batch, returns):
@@ -2655,7 +2664,7 @@ def evaluate_run(args):
         try:
             path = record_video(args, model)
         except Exception as error:
-            problem = f"argument --video: no pictures of {args.env}: {first_line(error)}"
+            problem = f"argument --video: no film of {args.env}: {first_line(error)}"
             raise GameError(problem) from None
         print(f"video: {path}")
     if args.export_onnx:
@@ -2678,7 +2687,7 @@ def record_video(args, model):
 
 
 @torch.no_grad()
-def play(model, pool, arrays, env, generator=None, max_steps=10_000):
+def play(model, pool, arrays, env, generator=None, max_steps=110_000):
     """Play an episode of the pool's only game. Yields the pictures."""
     pool.call("reset")
     for _ in range(max_steps):
@@ -2699,6 +2708,8 @@ def write_video(path, env, pictures):
             size = picture.shape[1::-1]
             fps = env.metadata.get("render_fps", 30)
             video = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), fps, size)
+            if not video.isOpened():
+                raise OSError(f"{path} cannot be written")
         video.write(np.ascontiguousarray(picture[..., ::-1]))  # OpenCV wants BGR
     video.release()
 

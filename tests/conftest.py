@@ -14,7 +14,7 @@ os.fsync = lambda file: None  # no test cuts the power, and checkpoints of 20 MB
 
 def pytest_addoption(parser):
     """Add --slow."""
-    parser.addoption("--slow", action="store_true", help="run the learning runs as well")
+    parser.addoption("--slow", action="store_true", help="also learning runs and more faults")
 
 
 def pytest_configure(config):

@@ -176,14 +176,15 @@ def test_game_is_gymnasiums(monkeypatch, game, options, truncation):
 
 
 def test_time_limit(monkeypatch):
-    """98 frames are 24 steps and a half: truncated, the 25th's picture in final_obs, a new game."""
+    """98 frames are 24 steps and a half: the 25th truncates, its final_obs repeats a picture."""
     limit_frames(monkeypatch, 98)
     game = new_game(noop_max=0, fire=False)
     for t in range(1, 51):
         before = game.obs.copy()
-        obs, final_obs, _, terminated, truncated, episode_return, length = game.step(2)
+        obs, final_obs, _, terminated, truncated, episode_return, length = game.step(2 + t % 2)
         assert not terminated and truncated == (t % 25 == 0)
         np.testing.assert_array_equal(final_obs[..., :3], before[..., 1:])
+        assert np.array_equal(final_obs[..., 3], before[..., 3]) == truncated
         if truncated:
             assert (episode_return, length) == (0.0, 25)
             assert game.ale.getEpisodeFrameNumber() == 0
@@ -834,6 +835,17 @@ def test_run_prints(run):
     assert str(run.run_dir) in last
 
 
+def test_defaults(tmp_path):
+    """Without options a run has the constants of the annotated implementation, and 10M steps."""
+    args = vars(ppo_atari.parse_args(["--log-dir", str(tmp_path)]))
+    expected = {"env": "Breakout", "num_envs": 8, "num_steps": 128, "num_iterations": 9765}
+    expected |= {"update_epochs": 4, "num_minibatches": 4, "learning_rate": 2.5e-4, "gamma": 0.99}
+    expected |= {"anneal_lr": True, "clip_coef": 0.1, "anneal_clip": True, "clip_vloss": True}
+    expected |= {"gae_lambda": 0.95, "ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5}
+    expected |= {"norm_adv": "minibatch", "target_kl": None, "precision": "auto"} | OPTIONS
+    assert expected.items() <= args.items()
+
+
 def test_run_config(run):
     """config.json has all options and versions; the folder's name says what ran."""
     config = json.loads((run.run_dir / "config.json").read_text())
@@ -898,7 +910,7 @@ def test_episodes_are_logged(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("num_workers", ["0", "1", "2"])
 def test_same_seed_same_parameters(run, tmp_path, num_workers):
-    """A seed gives bitwise the same parameters, with any number of workers and evaluations."""
+    """A seed gives bitwise the same parameters, with and without workers or evaluations."""
     options = ["--num-iterations", "3", "--num-workers", num_workers, "--quiet"]
     again = train(tmp_path, *options)
     for name, value in run.model.state_dict().items():

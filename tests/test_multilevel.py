@@ -492,6 +492,14 @@ def test_counts_of_steps_and_simulation(tmp_path):
     assert rows[-1]["episodic_length"] == 5
 
 
+@pytest.mark.parametrize("num_workers", ["0", "2"])
+def test_cost_of_one_level(tmp_path, num_workers):
+    """Every step of a run on the finest level costs one, however long each of them took."""
+    options = ["--levels", "1", "--eval-level", "1", "--num-steps", "10"]
+    for row in small_run(tmp_path, *options, "--num-workers", num_workers).history:
+        assert row["sim_cost"] == pytest.approx(row["global_step"])
+
+
 def test_evaluation_uses_other_fields_and_the_finest_level():
     """Evaluation games are on --eval-level, each on another evaluation field."""
     args = ml.parse_args(["--levels", "1", "--num-steps", "5", "--eval-level", "3", "--env"]

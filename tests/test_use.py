@@ -130,10 +130,10 @@ def test_options_of_an_evaluation(script, capsys, option):
     assert option in line and "--eval" in line
 
 
-def readme_code():
-    """Return the Python code in README.md that loads a policy."""
+def readme_code(part):
+    """Return the Python code in README.md that has this part."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (code,) = [block for block in blocks if "load_checkpoint" in block]
+    (code,) = [block for block in blocks if part in block]
     return code
 
 
@@ -141,9 +141,28 @@ def test_readme_code_loads_a_policy(tmp_path, monkeypatch):
     """The lines run as they are, and play the first episode of --eval."""
     run_dir = train(ppo, tmp_path, "--env", "CartPole-v1")
     args = ppo.parse_args(["--eval", str(run_dir), "--eval-episodes", "1"])
-    expected, code, names = ppo.evaluate_run(args), readme_code(), {}
+    expected, code, names = ppo.evaluate_run(args), readme_code("load_checkpoint"), {}
     assert code.count("\n") <= 12 and "runs/my-run" in code
     real = ppo.make_env
     monkeypatch.setattr(ppo, "make_env", lambda *a: gym.wrappers.RecordEpisodeStatistics(real(*a)))
     exec(code.replace("runs/my-run", str(run_dir)), names)
     assert list(names["env"].return_queue) == expected.tolist()
+
+
+@pytest.mark.parametrize("coupling", ["step", "noise"])
+def test_readme_simulation_trains(tmp_path, coupling):
+    """The rod has the same spaces and the same physics on its levels, and trains on two of them."""
+    path, names = tmp_path / "my_simulation.py", {}
+    path.write_text(readme_code("map_from"))
+    exec(path.read_text(), names)
+    coarse, fine = names["make"](1), names["make"](2)
+    fine.reset(seed=3)
+    coarse.reset(seed=4)
+    for _ in range(10):
+        coarse.map_from(fine)
+        np.testing.assert_allclose(coarse.psi(), fine.psi(), rtol=1e-6)
+        rewards = [env.step(np.float32([0.5, -0.5, 0, 1]))[1] for env in (coarse, fine)]
+        assert rewards[0] == pytest.approx(rewards[1], rel=0.2)
+    options = f"--env {path}:make --levels 1 2 --num-steps 8 4 --coupling {coupling}".split()
+    run_dir = train(ppo_multilevel, tmp_path, *options)
+    assert (run_dir / "checkpoint.pt").exists()

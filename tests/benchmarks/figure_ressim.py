@@ -1,10 +1,13 @@
 """Figure and table of the README from results/ressim: python tests/benchmarks/figure_ressim.py
 
 Writes results/ressim.png and prints what each run needs to reach 95 % and 99 % of the single-level
-improvement: of the mean over its last three evaluations over the start, mean of the seeds.
+improvement: of the mean over its last three evaluations over the start, mean of the seeds. Costs
+are steps, weighted by the time of a step in results/speed_ressim.csv, the evaluated grid's being 1.
 """
 
 import csv
+import json
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -12,6 +15,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import ppo_multilevel  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 CASES = {
@@ -38,13 +45,24 @@ CASES = {
 
 def load(run):
     """Return the seeds of a run, each {column: array}."""
-    seeds = []
+    seeds, runs = [], json.loads((RESULTS / "ressim" / "runs.json").read_text())["runs"]
     for path in sorted((RESULTS / "ressim").glob(f"{run}__*.csv")):
         with path.open() as file:
             rows = list(csv.DictReader(file))
-        names = ("wall_seconds", "sim_seconds", "sim_cost", "eval_return", "iteration")
-        seeds.append({name: np.array([float(row[name]) for row in rows]) for name in names})
+        names = ("wall_seconds", "sim_seconds", "eval_return", "iteration")
+        seed = {name: np.array([float(row[name]) for row in rows]) for name in names}
+        seeds.append(seed | {"cost": seed["iteration"] * cost(runs[path.stem]["command"])})
     return seeds
+
+
+def cost(command):
+    """Return what an iteration costs, in steps of the grid that is evaluated."""
+    with (RESULTS / "speed_ressim.csv").open() as file:
+        step = {row["what"]: row["median"] for row in csv.DictReader(file)}
+    args = ppo_multilevel.parse_args(command.split()[2:])
+    levels = [*args.levels, *args.levels[:-1], args.eval_level]  # own, partners', evaluated
+    *weights, unit = [float(step[f"{2**level * 4}x{2**level * 4} step"]) for level in levels]
+    return args.num_envs * np.dot(weights, [*args.num_steps, *args.num_steps[1:]]) / unit
 
 
 def first(seed, target, column):
@@ -74,7 +92,7 @@ def table(case, runs):
             continue
         cells = [spread([seed["eval_return"][-3:].mean() for seed in seeds], ".4f")]
         cells.append(spread([seed["eval_return"].max() for seed in seeds], ".4f"))
-        for share, column in ((0.95, "sim_seconds"), (0.99, "sim_seconds"), (0.99, "sim_cost")):
+        for share, column in ((0.95, "sim_seconds"), (0.99, "sim_seconds"), (0.99, "cost")):
             target = start + share * (final - start)
             cells.append(spread([first(seed, target, column) for seed in seeds], ",.0f"))
         cells.append("/".join(f"{seed['iteration'][-1]:.0f}" for seed in seeds))
@@ -88,7 +106,7 @@ def main():
         table(case, runs)
         for ax, column, label in zip(
             row,
-            ("sim_seconds", "wall_seconds", "sim_cost"),
+            ("sim_seconds", "wall_seconds", "cost"),
             ("simulation seconds", "wall seconds (one core)", "cost (finest-level steps)"),
         ):
             for i, (run, name) in enumerate(runs.items()):

@@ -1,13 +1,14 @@
 """Learning runs of ppo_atari.py, recorded for the README.
 
-    python tests/benchmarks/learn_atari.py                       # all of them: more than a day
+    python tests/benchmarks/learn_atari.py                       # all of them: many hours
     python tests/benchmarks/learn_atari.py --runs Pong --seeds 1
-    python tests/benchmarks/learn_atari.py --collect             # only record finished runs, draw
+    python tests/benchmarks/learn_atari.py --collect             # record the runs so far, draw
 
 Every run has the cores that the process may use; `taskset -c 0` and `taskset -c 1` run two side by
-side. A run that was stopped is resumed. results/atari.csv gets a row per run: the command, the mean
-true score of the last 100 training games and the step at which it first reached 18, mean and
-deviation of 10 games with the policy's mode and with its samples, seconds, versions;
+side. A run that was stopped is resumed, unless it has taken its steps. `--collect`, while none
+runs, gives results/atari.csv a row per run: its steps, the mean true score of the last 100 training
+games and the step at which that first reached 18, mean and deviation of 10 games with the policy's
+mode and with its samples, seconds, command, machine, versions (when it was last resumed);
 results/atari/<run>__<seed>.csv its curve, results/atari.png all curves. Rows of runs that are not
 in RUNS_DIR stay.
 """
@@ -44,27 +45,28 @@ RUNS = {  # options, and the step after which the run is stopped
     "Breakout-fp32": ("--env Breakout --total-timesteps 10000000 --precision fp32", 1_000_000),
 }
 COLUMNS = (
-    "run seed steps episodic_return steps_to_18 mode sampled wall_seconds command machine versions"
+    "run seed steps episodic_return steps_to_18 mode sampled wall_seconds command precision "
+    "machine versions"
 ).split()
 CURVE = ("global_step", "wall_seconds", "episodic_return")
-POINTS = 100
+PUBLISHED = {"CleanRL, 10M steps": 415, "baselines, 10M steps": 407}  # Breakout
 
 
 def run(name, seed):
     """Train, from where the run stopped if there is one, and stop it after its last step."""
     script = [sys.executable, "-W", "ignore", str(ROOT / "ppo_atari.py")]
     run_dir = RUNS_DIR / f"{name}__{seed}"
-    (options, last), step = RUNS[name], 0
+    options, last = RUNS[name]
     options = [*options.split(), "--seed", str(seed)]
     options += ["--log-dir", str(RUNS_DIR), "--run-name", run_dir.name]
     if (run_dir / "checkpoint.pt").exists():
         options = ["--resume", str(run_dir)]
+        if steps_taken(run_dir) >= last:
+            return
     process = subprocess.Popen([*script, *options, "--quiet"])
     while process.poll() is None:
         time.sleep(5)
-        if (run_dir / "progress.csv").exists() and progress(run_dir)[-1:]:
-            step = int(progress(run_dir)[-1]["global_step"])
-        if step >= last:
+        if steps_taken(run_dir) >= last:
             process.terminate()  # it finishes its iteration and saves
             process.wait()
     if process.returncode not in (0, 128 + signal.SIGTERM):
@@ -77,15 +79,22 @@ def progress(run_dir):
         return list(csv.DictReader(file))
 
 
+def steps_taken(run_dir):
+    """Return the last step in progress.csv, 0 if there is none."""
+    rows = progress(run_dir) if (run_dir / "progress.csv").exists() else []
+    return int(rows[-1]["global_step"]) if rows else 0
+
+
 def record(run_dir):
     """Return a run's row of results/atari.csv; write its curve."""
     rows = progress(run_dir)
     with (RESULTS / "atari" / f"{run_dir.name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, CURVE, extrasaction="ignore")
         writer.writeheader()
-        writer.writerows(rows[i] for i in np.linspace(0, len(rows) - 1, POINTS).round().astype(int))
+        writer.writerows(rows[::10])  # 10,240 steps from one to the next
     config, last = json.loads((run_dir / "config.json").read_text()), rows[-1]
     name, seed = run_dir.name.rsplit("__", 1)
+    args = ppo_atari.parse_args(["--eval", str(run_dir)])
     capability = torch.backends.cpu.get_cpu_capability()
     reached = [row["global_step"] for row in rows if float(row["episodic_return"]) >= 18]
     return {
@@ -98,6 +107,7 @@ def record(run_dir):
         "sampled": score(run_dir, "--sample"),
         "wall_seconds": f"{float(last['wall_seconds']):.0f}",
         "command": f"python ppo_atari.py {RUNS[name][0]} --seed {seed}",
+        "precision": "bf16" if ppo_atari.make_model(args).bf16 else "fp32",
         "machine": f"{platform.machine()} {capability}, {config['options']['num_workers']} core(s)",
         "versions": json.dumps(config["versions"]),
     }
@@ -140,6 +150,10 @@ def draw():
                 shown = steps <= 1e6 if "first 1M" in title else steps > 0
                 label = name if i == 0 else None
                 panel.plot(steps[shown] / 1e6, returns[shown], f"C{color}", label=label)
+        if title == "Breakout":
+            for name, score in PUBLISHED.items():
+                panel.axhline(score, color="gray", ls=":", lw=1)
+                panel.annotate(name, (0, score), va="bottom" if score > 410 else "top", fontsize=8)
         panel.set(title=title, xlabel="steps [millions]", ylabel="score of the last 100 games")
         panel.grid(alpha=0.3)
         panel.legend()
@@ -152,14 +166,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--collect", action="store_true", help="only record finished runs, draw")
+    parser.add_argument("--collect", action="store_true", help="record the runs so far, draw")
     args = parser.parse_args()
-    if not args.collect:
-        for name in args.runs:
-            for seed in args.seeds:
-                run(name, seed)
-    collect()
-    draw()
+    if args.collect:
+        collect()
+        draw()
+        return
+    for name in args.runs:
+        for seed in args.seeds:
+            run(name, seed)
 
 
 if __name__ == "__main__":
