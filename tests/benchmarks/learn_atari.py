@@ -41,6 +41,11 @@ RUNS_DIR = Path(os.environ.get("RUNS_DIR", ROOT / "runs" / "learn_atari"))
 RESULTS = Path(__file__).parent / "results"
 RUNS = {  # options, and the step after which the run is stopped
     "Pong": ("--env Pong --total-timesteps 10000000", 3_000_000),
+    "Pong-16-games": (  # close to what CleanRL's sweep found for Pong
+        "--env Pong --num-envs 16 --num-minibatches 8 --update-epochs 3 --clip-coef 0.2 "
+        "--no-anneal-clip --total-timesteps 10000000",
+        3_000_000,
+    ),
     "Breakout-bf16": ("--env Breakout --total-timesteps 10000000 --precision bf16", 10_000_000),
     "Breakout-fp32": ("--env Breakout --total-timesteps 10000000 --precision fp32", 1_000_000),
 }
@@ -138,7 +143,7 @@ def collect():
 
 def draw():
     """Draw the curves of all recorded runs, a panel for each group: results/atari.png."""
-    panels = {"Pong": ["Pong"], "Breakout": ["Breakout-bf16"]}
+    panels = {"Pong": ["Pong", "Pong-16-games"], "Breakout": ["Breakout-bf16"]}
     panels["Breakout, the first 1M steps"] = ["Breakout-bf16", "Breakout-fp32"]
     figure, axes = plt.subplots(1, len(panels), figsize=(13, 4))
     for panel, (title, names) in zip(axes, panels.items(), strict=True):
