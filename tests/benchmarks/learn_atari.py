@@ -96,7 +96,7 @@ def record(run_dir):
     with (RESULTS / "atari" / f"{run_dir.name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, CURVE, extrasaction="ignore")
         writer.writeheader()
-        writer.writerows(rows[::10])  # 10,240 steps from one to the next
+        writer.writerows(rows[::10])
     config, last = json.loads((run_dir / "config.json").read_text()), rows[-1]
     name, seed = run_dir.name.rsplit("__", 1)
     args = ppo_atari.parse_args(["--eval", str(run_dir)])
