@@ -1,7 +1,7 @@
 """PPO for Atari games: pictures, a convolutional network, games played in worker processes.
 
     python ppo_atari.py --env Breakout                     # 10M steps, takes hours
-    python ppo_atari.py --env Pong --total-timesteps 3000000
+    python ppo_atari.py --env Pong
     python ppo_atari.py --eval runs/Pong__ppo_atari__1__<time> --video
     tensorboard --logdir runs
 

@@ -41,6 +41,7 @@ RUNS_DIR = Path(os.environ.get("RUNS_DIR", ROOT / "runs" / "learn_atari"))
 RESULTS = Path(__file__).parent / "results"
 RUNS = {  # options, and the step after which the run is stopped
     "Pong": ("--env Pong --total-timesteps 10000000", 3_000_000),
+    "Pong-3M": ("--env Pong --total-timesteps 3000000", 3_000_000),
     "Pong-16-games": (  # close to what CleanRL's sweep found for Pong
         "--env Pong --num-envs 16 --num-minibatches 8 --update-epochs 3 --clip-coef 0.2 "
         "--no-anneal-clip --total-timesteps 10000000",
@@ -143,12 +144,15 @@ def collect():
 
 def draw():
     """Draw the curves of all recorded runs, a panel for each group: results/atari.png."""
-    panels = {"Pong": ["Pong", "Pong-16-games"], "Breakout": ["Breakout-bf16"]}
+    panels = {"Pong": ["Pong", "Pong-3M", "Pong-16-games"], "Breakout": ["Breakout-bf16"]}
     panels["Breakout, the first 1M steps"] = ["Breakout-bf16", "Breakout-fp32"]
-    figure, axes = plt.subplots(1, len(panels), figsize=(13, 4))
-    for panel, (title, names) in zip(axes, panels.items(), strict=True):
+    curves = sorted((RESULTS / "atari").glob("*.csv"))
+    recorded = {path.name.split("__")[0] for path in curves}
+    panels = {title: names for title, names in panels.items() if recorded >= {*names}}
+    figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4), squeeze=False)
+    for panel, (title, names) in zip(axes[0], panels.items(), strict=True):
         for color, name in enumerate(names):
-            for i, path in enumerate(sorted((RESULTS / "atari").glob(f"{name}__*.csv"))):
+            for i, path in enumerate(p for p in curves if p.name.startswith(f"{name}__")):
                 with path.open() as file:
                     rows = [(r["global_step"], r["episodic_return"]) for r in csv.DictReader(file)]
                 steps, returns = np.array(rows, dtype=float).T
