@@ -2,7 +2,8 @@
 
 Writes results/ressim.png and prints what each run needs to reach 95 % and 99 % of the single-level
 improvement: of the mean over its last three evaluations over the start, mean of the seeds. Costs
-are steps, weighted by the time of a step in results/speed_ressim.csv, the evaluated grid's being 1.
+are steps, weighted by the time of a step in results/speed_ressim.csv, the evaluated grid's being 1;
+the column sim_cost of these runs, made before it was counted so, is not used.
 """
 
 import csv

@@ -42,7 +42,7 @@ RESULTS = Path(__file__).parent / "results"
 RUNS = {  # options, and the step after which the run is stopped
     "Pong": ("--env Pong --total-timesteps 10000000", 3_000_000),
     "Pong-3M": ("--env Pong --total-timesteps 3000000", 3_000_000),
-    "Pong-16-games": (  # close to what CleanRL's sweep found for Pong
+    "Pong-16-games": (
         "--env Pong --num-envs 16 --num-minibatches 8 --update-epochs 3 --clip-coef 0.2 "
         "--no-anneal-clip --total-timesteps 10000000",
         3_000_000,
