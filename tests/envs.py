@@ -208,7 +208,7 @@ for _name, _spaces in (BAD_SPACES | FLATTENED | SIMPLE_SPACES).items():  # envs:
 _scripted = {"ends": ((2, "truncated"), (3, "terminated"), (2, "both"))}
 _registry = {"Scripted-v0": (Scripted, _scripted)}
 _registry["Quick-v0"] = Scripted, {"ends": ((3, "terminated"),), "obs": "four"}
-_registry["Flaky-v0"] = Flaky, {"level": 2}
+_registry["Flaky-v0"] = Flaky, {"level": 20}  # so fine that no two starts are alike
 _registry["ScriptedBox-v0"] = Scripted, _scripted | {"action": "half"}
 for _where in TROUBLES:  # envs:Trouble-step-v0, ...
     _registry[f"Trouble-{_where}-v0"] = Trouble, {"where": _where}
