@@ -47,8 +47,8 @@ RUNS = {  # options, and the step after which the run is stopped
         "--no-anneal-clip --total-timesteps 10000000",
         3_000_000,
     ),
-    "Breakout-bf16": ("--env Breakout --total-timesteps 10000000 --precision bf16", 10_000_000),
-    "Breakout-fp32": ("--env Breakout --total-timesteps 10000000 --precision fp32", 1_000_000),
+    "Pong-fp32": ("--env Pong --total-timesteps 10000000 --precision fp32", 1_000_000),
+    "Breakout": ("--env Breakout --total-timesteps 10000000", 10_000_000),
 }
 COLUMNS = (
     "run seed steps episodic_return steps_to_18 mode sampled wall_seconds command precision "
@@ -144,8 +144,8 @@ def collect():
 
 def draw():
     """Draw the curves of all recorded runs, a panel for each group: results/atari.png."""
-    panels = {"Pong": ["Pong", "Pong-3M", "Pong-16-games"], "Breakout": ["Breakout-bf16"]}
-    panels["Breakout, the first 1M steps"] = ["Breakout-bf16", "Breakout-fp32"]
+    panels = {"Pong": ["Pong", "Pong-3M", "Pong-16-games"], "Breakout": ["Breakout"]}
+    panels["Pong, the first 1M steps"] = ["Pong", "Pong-fp32"]
     curves = sorted((RESULTS / "atari").glob("*.csv"))
     recorded = {path.name.split("__")[0] for path in curves}
     panels = {title: names for title, names in panels.items() if recorded >= {*names}}
