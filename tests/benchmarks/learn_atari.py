@@ -7,10 +7,11 @@
 Every run has the cores that the process may use; `taskset -c 0` and `taskset -c 1` run two side by
 side. A run that was stopped is resumed, unless it has taken its steps. `--collect`, while none
 runs, gives results/atari.csv a row per run: its steps, the mean true score of the last 100 training
-games and the step at which that first reached 18, mean and deviation of 10 games with the policy's
-mode and with its samples, seconds, command, machine, versions (when it was last resumed);
-results/atari/<run>__<seed>.csv its curve, results/atari.png all curves. Rows of runs that are not
-in RUNS_DIR stay.
+games and the step at which that first reached 18, mean and deviation of 16 games with the policy's
+mode and with its samples, the mode's mean by the frame at which a game begins, modulo 4 (no-ops
+set that phase, and it stays: an action lasts 4 frames), seconds, command, machine, versions (when
+it was last resumed); results/atari/<run>__<seed>.csv its curve, results/atari.png all curves. Rows
+of runs that are not in RUNS_DIR stay.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import matplotlib
@@ -51,8 +53,8 @@ RUNS = {  # options, and the step after which the run is stopped
     "Breakout": ("--env Breakout --total-timesteps 10000000", 10_000_000),
 }
 COLUMNS = (
-    "run seed steps episodic_return steps_to_18 mode sampled wall_seconds command precision "
-    "machine versions"
+    "run seed steps episodic_return steps_to_18 mode sampled by_phase wall_seconds command "
+    "precision machine versions"
 ).split()
 CURVE = ("global_step", "wall_seconds", "episodic_return")
 PUBLISHED = {"CleanRL, 10M steps": 415, "baselines, 10M steps": 407}  # Breakout
@@ -100,7 +102,11 @@ def record(run_dir):
         writer.writerows(rows[::10])
     config, last = json.loads((run_dir / "config.json").read_text()), rows[-1]
     name, seed = run_dir.name.rsplit("__", 1)
-    args = ppo_atari.parse_args(["--eval", str(run_dir)])
+    args = ppo_atari.parse_args(["--eval", str(run_dir), "--eval-episodes", "16"])
+    mode, phases = ppo_atari.evaluate_run(args), start_frames(args) % 4
+    by_phase = [mode[phases == phase] for phase in range(4)]
+    args.sample = True
+    sampled = ppo_atari.evaluate_run(args)
     capability = torch.backends.cpu.get_cpu_capability()
     reached = [row["global_step"] for row in rows if float(row["episodic_return"]) >= 18]
     return {
@@ -109,8 +115,9 @@ def record(run_dir):
         "steps": last["global_step"],
         "episodic_return": f"{float(last['episodic_return']):.2f}",
         "steps_to_18": reached[0] if reached else "",
-        "mode": score(run_dir),
-        "sampled": score(run_dir, "--sample"),
+        "mode": f"{mode.mean():.2f} ± {mode.std():.2f}",
+        "sampled": f"{sampled.mean():.2f} ± {sampled.std():.2f}",
+        "by_phase": " / ".join(f"{returns.mean():.1f}" for returns in by_phase),
         "wall_seconds": f"{float(last['wall_seconds']):.0f}",
         "command": f"python ppo_atari.py {RUNS[name][0]} --seed {seed}",
         "precision": "bf16" if ppo_atari.make_model(args).bf16 else "fp32",
@@ -119,11 +126,11 @@ def record(run_dir):
     }
 
 
-def score(run_dir, *options):
-    """Return mean ± deviation of the true score of 10 games."""
-    argv = ["--eval", str(run_dir), "--eval-episodes", "10", *options]
-    returns = ppo_atari.evaluate_run(ppo_atari.parse_args(argv))
-    return f"{returns.mean():.2f} ± {returns.std():.2f}"
+def start_frames(args):
+    """Return the frame at which the policy takes over, for each evaluation game."""
+    with closing(ppo_atari.make_eval_pool(args)) as pool:
+        pool.call("reset")
+        return np.array([game.ale.getEpisodeFrameNumber() for game in pool.games.games])
 
 
 def collect():
