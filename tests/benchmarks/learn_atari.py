@@ -49,7 +49,7 @@ RUNS = {  # options, and the step after which the run is stopped
         "--no-anneal-clip --total-timesteps 10000000",
         3_000_000,
     ),
-    "Pong-fp32": ("--env Pong --total-timesteps 10000000 --precision fp32", 1_000_000),
+    "Pong-fp32": ("--env Pong --total-timesteps 10000000 --precision fp32", 3_000_000),
     "Breakout": ("--env Breakout --total-timesteps 10000000", 10_000_000),
 }
 COLUMNS = (
