@@ -55,6 +55,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads keep cores from workers
+
 import gymnasium as gym
 import numpy as np
 import torch

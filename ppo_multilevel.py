@@ -78,6 +78,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads keep cores from workers
+
 import gymnasium as gym
 import numpy as np
 import torch

@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -161,6 +162,24 @@ def test_import_runs_nothing(script):
     code = f"import sys; sys.argv.append('--nonsense'); import {script}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "ppo_atari"])
+def test_numpy_has_one_thread(script):
+    """NumPy starts none of the threads that would keep cores from the workers, unless told to."""
+    code = f"import os; from {script} import np; x = np.ones((999, 999)) @ np.ones((999, 999)); "
+    code += "print(len(os.listdir('/proc/self/task')))"
+    threads = []
+    for asked in ({}, {"OPENBLAS_NUM_THREADS": "1"}, {"OPENBLAS_NUM_THREADS": "2"}):
+        env = {**os.environ, **asked}
+        if not asked:
+            env.pop("OPENBLAS_NUM_THREADS", None)
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
+        )
+        threads.append(int(done.stdout))
+    assert threads[0] == threads[1] <= threads[2]
 
 
 def readme_commands():
