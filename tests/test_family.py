@@ -170,15 +170,11 @@ def test_numpy_has_one_thread(script):
     """NumPy starts none of the threads that would keep cores from the workers, unless told to."""
     code = f"import os; from {script} import np; x = np.ones((999, 999)) @ np.ones((999, 999)); "
     code += "print(len(os.listdir('/proc/self/task')))"
+    env = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
     threads = []
     for asked in ({}, {"OPENBLAS_NUM_THREADS": "1"}, {"OPENBLAS_NUM_THREADS": "2"}):
-        env = {**os.environ, **asked}
-        if not asked:
-            env.pop("OPENBLAS_NUM_THREADS", None)
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
-        )
-        threads.append(int(done.stdout))
+        command, options = [sys.executable, "-c", code], {"cwd": ROOT, "env": env | asked}
+        threads.append(int(subprocess.check_output(command, **options)))
     assert threads[0] == threads[1] <= threads[2]
 
 
