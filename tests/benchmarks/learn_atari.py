@@ -50,6 +50,7 @@ RUNS = {  # options, and the step after which the run is stopped
         "--no-anneal-clip --total-timesteps 10000000",
         3_000_000,
     ),
+    "Pong-no-noops": ("--env Pong --noop-max 0 --total-timesteps 10000000", 3_000_000),
     "Pong-lr-5e-4": ("--env Pong --learning-rate 5e-4 --total-timesteps 10000000", 3_000_000),
     "Pong-fp32": ("--env Pong --total-timesteps 10000000 --precision fp32", 3_000_000),
     "Breakout": ("--env Breakout --total-timesteps 10000000", 10_000_000),
