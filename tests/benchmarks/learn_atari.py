@@ -8,8 +8,8 @@ Every run has the cores that the process may use; `taskset -c 0` and `taskset -c
 side. A run that was stopped is resumed, unless it has taken its steps. `--collect`, while none
 runs, gives results/atari.csv a row per run: its steps, the mean true score of the last 100 training
 games and the step at which that first reached 18, mean and deviation of 16 games with the policy's
-mode and with its samples, the mode's mean by the frame at which a game begins, modulo 4 (no-ops
-set that phase, and it stays: an action lasts 4 frames), seconds, command, machine, versions (when
+mode and with its samples, either's mean by the frame at which a game begins, modulo 4 (no-ops set
+that phase, and it stays: an action lasts 4 frames), seconds, command, machine, versions (when
 it was last resumed); results/atari/<run>__<seed>.csv its curve, results/atari.png all curves. Rows
 of runs that are not in RUNS_DIR stay.
 """
@@ -56,8 +56,8 @@ RUNS = {  # options, and the step after which the run is stopped
     "Breakout": ("--env Breakout --total-timesteps 10000000", 10_000_000),
 }
 COLUMNS = (
-    "run seed steps episodic_return steps_to_18 mode sampled by_phase wall_seconds command "
-    "precision machine versions"
+    "run seed steps episodic_return steps_to_18 mode sampled by_phase sampled_by_phase "
+    "wall_seconds command precision machine versions"
 ).split()
 CURVE = ("global_step", "wall_seconds", "episodic_return")
 # Breakout, lowest and highest of three PPO runs after millions of steps (baselines-results, figure)
@@ -108,7 +108,6 @@ def record(run_dir):
     name, seed = run_dir.name.rsplit("__", 1)
     args = ppo_atari.parse_args(["--eval", str(run_dir), "--eval-episodes", "16"])
     mode, phases = ppo_atari.evaluate_run(args), start_frames(args) % 4
-    by_phase = [mode[phases == phase] for phase in range(4)]
     args.sample = True
     sampled = ppo_atari.evaluate_run(args)
     capability = torch.backends.cpu.get_cpu_capability()
@@ -122,13 +121,20 @@ def record(run_dir):
         "steps_to_18": reached[0] if reached else "",
         "mode": f"{mode.mean():.2f} ± {mode.std():.2f}",
         "sampled": f"{sampled.mean():.2f} ± {sampled.std():.2f}",
-        "by_phase": " / ".join(f"{returns.mean():.1f}" for returns in by_phase),
+        "by_phase": means_by_phase(mode, phases),
+        "sampled_by_phase": means_by_phase(sampled, phases),
         "wall_seconds": f"{float(last['wall_seconds']):.0f}",
         "command": f"python ppo_atari.py {RUNS[name][0]} --seed {seed}",
         "precision": "bf16" if ppo_atari.make_model(args).bf16 else "fp32",
         "machine": f"{platform.machine()} {capability}, {config['options']['num_workers']} core(s)",
         "versions": json.dumps(config["versions"]),
     }
+
+
+def means_by_phase(returns, phases):
+    """Return the games' mean returns for the phases 0 to 3, "-" where there is no game."""
+    groups = [returns[phases == phase] for phase in range(4)]
+    return " / ".join(f"{group.mean():.1f}" if len(group) else "-" for group in groups)
 
 
 def start_frames(args):
