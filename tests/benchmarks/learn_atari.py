@@ -162,8 +162,11 @@ def collect():
 
 def draw():
     """Draw the curves of all recorded runs, a panel for each group: results/atari.png."""
-    panels = {"Pong": ["Pong", "Pong-3M", "Pong-16-games"], "Breakout": ["Breakout"]}
-    panels["Pong, the first 1M steps"] = ["Pong", "Pong-fp32"]
+    panels = {
+        "Pong": ["Pong", "Pong-lr-5e-4", "Pong-3M", "Pong-16-games"],
+        "Breakout": ["Breakout"],
+        "Pong, the first 1M steps": ["Pong", "Pong-fp32"],
+    }
     curves = sorted((RESULTS / "atari").glob("*.csv"))
     recorded = {path.name.split("__")[0] for path in curves}
     panels = {title: names for title, names in panels.items() if recorded >= {*names}}
