@@ -9,9 +9,9 @@ side. A run that was stopped is resumed, unless it has taken its steps. `--colle
 runs, gives results/atari.csv a row per run: its steps, the mean true score of the last 100 training
 games and the step at which that first reached 18, mean and deviation of 16 games with the policy's
 mode and with its samples, either's mean by the frame at which a game begins, modulo 4 (no-ops set
-that phase, and it stays: an action lasts 4 frames), seconds, command, machine, versions (when
-it was last resumed); results/atari/<run>__<seed>.csv its curve, results/atari.png all curves. Rows
-of runs that are not in RUNS_DIR stay.
+that phase, and it stays: an action lasts 4 frames; these games have them in all runs), seconds,
+command, machine, versions (when it was last resumed); results/atari/<run>__<seed>.csv its curve,
+results/atari.png all curves. Rows of runs that are not in RUNS_DIR stay.
 """
 
 import argparse
@@ -106,7 +106,8 @@ def record(run_dir):
         writer.writerows(rows[::10])
     config, last = json.loads((run_dir / "config.json").read_text()), rows[-1]
     name, seed = run_dir.name.rsplit("__", 1)
-    args = ppo_atari.parse_args(["--eval", str(run_dir), "--eval-episodes", "16"])
+    options = ["--eval-episodes", "16", "--noop-max", "30"]
+    args = ppo_atari.parse_args(["--eval", str(run_dir), *options])
     mode, phases = ppo_atari.evaluate_run(args), start_frames(args) % 4
     args.sample = True
     sampled = ppo_atari.evaluate_run(args)
@@ -163,7 +164,7 @@ def collect():
 def draw():
     """Draw the curves of all recorded runs, a panel for each group: results/atari.png."""
     panels = {
-        "Pong": ["Pong", "Pong-lr-5e-4", "Pong-3M", "Pong-16-games"],
+        "Pong": ["Pong", "Pong-no-noops", "Pong-lr-5e-4", "Pong-3M", "Pong-16-games"],
         "Breakout": ["Breakout"],
         "Pong, the first 1M steps": ["Pong", "Pong-fp32"],
     }
