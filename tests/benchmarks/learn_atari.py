@@ -166,7 +166,7 @@ def draw():
     panels = {
         "Pong": ["Pong", "Pong-no-noops", "Pong-lr-5e-4", "Pong-3M", "Pong-16-games"],
         "Breakout": ["Breakout"],
-        "Pong, the first 1M steps": ["Pong", "Pong-fp32"],
+        "Pong, the first 1.6M steps": ["Pong", "Pong-fp32"],
     }
     curves = sorted((RESULTS / "atari").glob("*.csv"))
     recorded = {path.name.split("__")[0] for path in curves}
@@ -178,7 +178,7 @@ def draw():
                 with path.open() as file:
                     rows = [(r["global_step"], r["episodic_return"]) for r in csv.DictReader(file)]
                 steps, returns = np.array(rows, dtype=float).T
-                shown = steps <= 1e6 if "first 1M" in title else steps > 0
+                shown = steps <= 1.6e6 if "first 1.6M" in title else steps > 0
                 label = name if i == 0 else None
                 panel.plot(steps[shown] / 1e6, returns[shown], f"C{color}", label=label)
         if title == "Breakout":
