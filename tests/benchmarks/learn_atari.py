@@ -133,9 +133,8 @@ def record(run_dir):
 
 
 def means_by_phase(returns, phases):
-    """Return the games' mean returns for the phases 0 to 3, "-" where there is no game."""
-    groups = [returns[phases == phase] for phase in range(4)]
-    return " / ".join(f"{group.mean():.1f}" if len(group) else "-" for group in groups)
+    """Return the games' mean returns for the phases 0 to 3."""
+    return " / ".join(f"{returns[phases == phase].mean():.1f}" for phase in range(4))
 
 
 def start_frames(args):
@@ -166,7 +165,7 @@ def draw():
     panels = {
         "Pong": ["Pong", "Pong-no-noops", "Pong-lr-5e-4", "Pong-3M", "Pong-16-games"],
         "Breakout": ["Breakout"],
-        "Pong, the first 1.6M steps": ["Pong", "Pong-fp32"],
+        "Pong in float32": ["Pong", "Pong-fp32"],
     }
     curves = sorted((RESULTS / "atari").glob("*.csv"))
     recorded = {path.name.split("__")[0] for path in curves}
@@ -178,9 +177,8 @@ def draw():
                 with path.open() as file:
                     rows = [(r["global_step"], r["episodic_return"]) for r in csv.DictReader(file)]
                 steps, returns = np.array(rows, dtype=float).T
-                shown = steps <= 1.6e6 if "first 1.6M" in title else steps > 0
                 label = name if i == 0 else None
-                panel.plot(steps[shown] / 1e6, returns[shown], f"C{color}", label=label)
+                panel.plot(steps / 1e6, returns, f"C{color}", label=label)
         if title == "Breakout":
             shown = [(x, *scores) for x, scores in PUBLISHED.items() if x < steps[-1] / 1e6 + 1]
             panel.vlines(*zip(*shown, strict=True), color="gray", lw=4, label="baselines")
