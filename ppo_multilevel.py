@@ -1,6 +1,6 @@
 """Multilevel PPO: policy optimisation for expensive simulations that exist on several grids.
 
-    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, eight minutes
+    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, ten minutes
     python ppo_multilevel.py --env ResSim-v1 --levels 5 --num-steps 50   # finest grid only: PPO
     python ppo_multilevel.py --env my_simulation.py:make --levels 1 2 --num-steps 40 10
     tensorboard --logdir runs
@@ -212,11 +212,13 @@ def train(args):
             if args.norm_value:
                 normalise_values(model, batch, batches[0]["returns"])
             # Learn: K epochs of minibatch steps down the telescoping sum of the levels' losses.
+            sampled = time.perf_counter()
             row |= update(model, optimizer, batch, args, generator)
             if args.norm_obs:  # after the update: within it, π_old is the policy that sampled
                 model.obs_norm.update(torch.cat([b["obs"] for b in batches[::2]]))
             tags = level_tags(args.levels, episodes, batches)
             counts = {"global_step": len(batch["obs"])} | costs(run, before)
+            row |= time_split(run, counts["sim_seconds"], sampled)
             run.end_iteration(row, episodes[-1], tags, **counts)
     return run
 
@@ -1070,6 +1072,13 @@ def array_layout(num_envs, model):
     return {name: ((num_envs, *shape), dtype) for name, (shape, dtype) in layout.items()}
 
 
+def time_split(run, sim_seconds, sampled):
+    """Return where an iteration's seconds went, whose update began when it had `sampled`."""
+    simulation = sim_seconds / max(1, len(run.pool.workers)) / num_ranks()
+    policy, update = sampled - run.started - simulation, time.perf_counter() - sampled
+    return dict(zip(TIMES, (simulation, policy, update)))
+
+
 def game_seeds(args, starts):
     """Return the seeds of this rank's games, (2L − 1, N): others whenever games start anew."""
     shape = 2 * len(args.levels) - 1, args.num_envs  # of the members
@@ -1251,7 +1260,8 @@ COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
 COUNTERS |= {"sim_seconds": 0.0, "sim_cost": 0.0}
 CHARTS = "sps episodic_return episodic_length eval_return learning_rate".split()
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()
-COLUMNS = [*COUNTERS, *CHARTS, *LOSSES]  # of progress.csv
+TIMES = ("simulation_seconds", "policy_seconds", "update_seconds")
+COLUMNS = [*COUNTERS, *TIMES, *CHARTS, *LOSSES]  # of progress.csv
 
 
 class Run:

@@ -106,8 +106,8 @@ def record(run_dir):
         writer.writerows(rows[::10])
     config, last = json.loads((run_dir / "config.json").read_text()), rows[-1]
     name, seed = run_dir.name.rsplit("__", 1)
-    options = ["--eval-episodes", "16", "--noop-max", "30"]
-    args = ppo_atari.parse_args(["--eval", str(run_dir), *options])
+    args = ppo_atari.parse_args(["--eval", str(run_dir), "--eval-episodes", "16"])
+    args.noop_max = 30
     mode, phases = ppo_atari.evaluate_run(args), start_frames(args) % 4
     args.sample = True
     sampled = ppo_atari.evaluate_run(args)
@@ -139,8 +139,8 @@ def means_by_phase(returns, phases):
 
 def start_frames(args):
     """Return the frame at which the policy takes over, for each evaluation game."""
-    with closing(ppo_atari.make_eval_pool(args)) as pool:
-        pool.call("reset")
+    with closing(ppo_atari.make_eval_pool(args, ppo_atari.make_model(args))) as pool:
+        pool.call("start")
         return np.array([game.ale.getEpisodeFrameNumber() for game in pool.games.games])
 
 

@@ -37,14 +37,14 @@ def ours(options, _):
     with tempfile.TemporaryDirectory() as folder:
         options += f" --env Breakout --num-iterations {WARM_UP + ITERATIONS} --quiet"
         args = ppo_atari.parse_args([*options.split(), "--log-dir", folder])
-        started, write = [], ppo_atari.Logger.write
+        started, log = [], ppo_atari.Run.log
 
-        def timed_write(logger, row):
-            write(logger, row)
+        def timed_log(run, row, *tags):
+            log(run, row, *tags)
             if row["iteration"] == WARM_UP:
                 started.append(time.perf_counter())
 
-        ppo_atari.Logger.write = timed_write
+        ppo_atari.Run.log = timed_log
         run = ppo_atari.train(args)
         seconds = time.perf_counter() - started[0]
     precision = "bf16" if run.model.bf16 else "fp32"

@@ -37,7 +37,7 @@ def ours(env, num_envs, num_steps, num_minibatches, update_epochs, total_timeste
     import ppo
 
     if not fast:
-        ppo.sampler = lambda model: model.act
+        ppo.fast_act = lambda model: model.act
     options = f"--env {env} --num-envs {num_envs} --num-steps {num_steps} --quiet "
     options += f"--num-minibatches {num_minibatches} --update-epochs {update_epochs} "
     options += f"--total-timesteps {total_timesteps} --num-workers {workers}"
