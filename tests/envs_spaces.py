@@ -4,7 +4,7 @@ import copy
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
 
 ACTIONS = {
     "zero": Discrete(4),
@@ -37,6 +37,7 @@ OBSERVATIONS = {
     "one_hot": Discrete(4, start=3),
     "one_hots": MultiDiscrete([3, 2]),
     "flags": MultiBinary((2, 2)),
+    "text": Text(3, charset="01"),
     "dict": Dict({"a": Box(-1, 1, (2,), np.float32), "b": Discrete(3)}),
     "tuple": Tuple([Discrete(2), Box(-9, 9, (2, 2), np.float64)]),
     "nested": Dict({"a": Tuple([Discrete(2), Discrete(3)]), "b": Dict({"c": MultiBinary(2)})}),

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,11 +114,28 @@ def limit_frames(patch, frames):
     patch.setattr(gym, "make", make)
 
 
+Step = namedtuple("Step", ["obs", *ppo_atari.STEP_RESULTS])
+
+
+class Single(Game):
+    """A game that has arrays of its own; its step takes the action and returns what it wrote."""
+
+    def __init__(self, name="Breakout", seed=0, **options):
+        layout = ppo_atari.array_layout(1, 0, 18)
+        arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in layout.items()}
+        super().__init__(SimpleNamespace(env=name, **(OPTIONS | options)), 0, seed, arrays)
+
+    def step(self, action):
+        self.arrays["actions"][0] = action
+        super().step()
+        return Step(*(self.arrays[name][0] for name in Step._fields))
+
+
 def new_game(name="Breakout", seed=0, bonus=None, **options):
     """Return a game at its start; with a bonus its env is a Tally."""
-    game = Game(name, seed, **options)
+    game = Single(name, seed, **options)
     game.env = game.env if bonus is None else Tally(game.env, bonus)
-    game.reset(seed)
+    game.start()
     return game
 
 
@@ -144,32 +162,32 @@ def random_steps(game, num_steps):
 def test_game_is_gymnasiums(monkeypatch, game, options, truncation):
     """Steps are those of Gymnasium's wrappers: pictures bit for bit, rewards, ends and returns.
 
-    The return is the score of all lives, the length the number of steps; NaN and 0 until then.
+    The return is the score of all lives, the length the number of steps, of a game so far.
     """
     if truncation:
         limit_frames(monkeypatch, truncation)
-    own = Game(game, 5, **options)
+    own = new_game(game, 5, **options)
     peer, tally = gymnasiums(game, **options)
-    assert same(own.reset(5), peer.reset(seed=5)[0])
+    assert same(own.obs, peer.reset(seed=5)[0])
     tally.scores.clear()
     ends, rewards, lengths = [], set(), [0]
-    num_steps = 1_000 if truncation else 2_000
-    for action in np.random.default_rng(0).integers(own.env.action_space.n, size=num_steps):
-        obs, final_obs, reward, terminated, truncated, episode_return, length = own.step(action)
+    for action in np.random.default_rng(0).integers(own.env.action_space.n, size=1_500):
+        step = own.step(action)
         expected, peer_reward, *peer_ends, _ = peer.step(action)
-        assert same(final_obs, expected)
-        assert reward == np.sign(peer_reward) and [terminated, truncated] == peer_ends
-        if terminated or truncated:
+        assert same(step.final_obs, expected)
+        assert step.rewards == np.sign(peer_reward)
+        assert [step.terminated, step.truncated] == peer_ends
+        if any(peer_ends):
             expected, _ = peer.reset()
-        assert same(obs, expected)
+        assert same(step.obs, expected)
         lengths[-1] += 1
-        if tally.scores:
-            assert [episode_return, length] == [tally.scores.pop(), lengths[-1]]
-            lengths.append(0)
-        else:
-            assert math.isnan(episode_return) and length == 0
-        ends.append((terminated, truncated))
+        assert step.ended == bool(tally.scores) and step.episode_length == lengths[-1]
+        assert step.episode_return == (tally.scores.pop() if step.ended else tally.score)
+        lengths += [0] if step.ended else []
+        ends.append(peer_ends)
         rewards.add(peer_reward)
+        if len(lengths) > 2 and len(rewards) > 1 or len(lengths) > 1 and len(ends) > 600:
+            break
     assert len(lengths) > 1 and len(rewards) > 1
     assert any(truncated for _, truncated in ends) == bool(truncation)
     assert any(terminated for terminated, _ in ends)
@@ -181,28 +199,30 @@ def test_time_limit(monkeypatch):
     game = new_game(noop_max=0, fire=False)
     for t in range(1, 51):
         before = game.obs.copy()
-        obs, final_obs, _, terminated, truncated, episode_return, length = game.step(2 + t % 2)
-        assert not terminated and truncated == (t % 25 == 0)
-        np.testing.assert_array_equal(final_obs[..., :3], before[..., 1:])
-        assert np.array_equal(final_obs[..., 3], before[..., 3]) == truncated
-        if truncated:
-            assert (episode_return, length) == (0.0, 25)
+        step = game.step(2 + t % 2)
+        assert not step.terminated and step.truncated == step.ended == (t % 25 == 0)
+        np.testing.assert_array_equal(step.final_obs[..., :3], before[..., 1:])
+        assert np.array_equal(step.final_obs[..., 3], before[..., 3]) == step.truncated
+        if step.truncated:
+            assert (step.episode_return, step.episode_length) == (0.0, 25)
             assert game.ale.getEpisodeFrameNumber() == 0
-            assert (obs == obs[..., :1]).all() and (obs != final_obs).any()
+            assert (step.obs == step.obs[..., :1]).all() and (step.obs != step.final_obs).any()
 
 
 def test_life_lost_at_the_time_limit(monkeypatch):
     """Both kinds of end at once count as terminated, and the next game is a new one."""
-    length = 1 + [step[3] for step in random_steps(new_game(noop_max=0), 100)].index(True)
+    ends = [step.terminated for step in random_steps(new_game(noop_max=0), 100)]
+    length = 1 + ends.index(True)
     frames = 4 + 4 * length  # with FIRE; one of the last four loses the life
     for limit in range(frames - 3, frames + 1):
         with monkeypatch.context() as patch:
             limit_frames(patch, limit)
             game = new_game(noop_max=0)
-        *_, (*_, terminated, truncated, _, game_length) = random_steps(game, length)
-        assert terminated != truncated and game_length == length  # an end of the game
+        *_, step = random_steps(game, length)
+        assert step.terminated != step.truncated  # an end of the game
+        assert step.ended and step.episode_length == length
         assert game.ale.getEpisodeFrameNumber() == 4 and game.ale.lives() == 5  # a new one
-        if terminated:  # at the first frame that is not too early
+        if step.terminated:  # at the first frame that is not too early
             return
     raise AssertionError("no limit is the frame at which the life is lost")
 
@@ -211,17 +231,18 @@ def test_lives():
     """Breakout has 5 lives: 5 episodes of one game, whose frame number goes on; then a new game."""
     game, frames, ends = new_game(), [], []
     frames.append(game.ale.getEpisodeFrameNumber())
-    for *_, terminated, _, _, length in random_steps(game, 1_000):
+    for step in random_steps(game, 1_000):
         frames.append(game.ale.getEpisodeFrameNumber())
-        if terminated:
-            ends.append(length)
-            assert game.ale.lives() == (5 if length else 5 - len(ends))
-        if length:
+        if step.terminated:
+            ends.append(step.ended)
+            assert game.ale.lives() == (5 if step.ended else 5 - len(ends))
+        if step.ended:
             break
         # The step's frames, and of the next life's start those without action and with FIRE.
         taken = frames[-1] - frames[-2]
-        assert 8 < taken <= 12 if terminated else taken == 4
-    assert ends == [0, 0, 0, 0, len(frames) - 1]
+        assert 8 < taken <= 12 if step.terminated else taken == 4
+    assert ends == [False, False, False, False, True]
+    assert step.episode_length == len(frames) - 1
     assert frames[-1] <= 30 + 4 < frames[-2]
 
 
@@ -229,7 +250,7 @@ def test_life_won():
     """One life more, as some games give, ends nothing; the next one that is lost does."""
     game = new_game(noop_max=0)
     game.lives = 4  # before the fifth is there
-    ends = [step[3] for step in random_steps(game, 30)]
+    ends = [step.terminated for step in random_steps(game, 30)]
     assert not any(ends[:20]) and any(ends)
 
 
@@ -237,9 +258,8 @@ def test_whole_games():
     """--no-episodic-life: an episode is a game, the loss of a life is no end."""
     game = new_game(episodic_life=False)
     steps = list(random_steps(game, 600))
-    lengths = [step[6] for step in steps if step[3]]
-    assert len(lengths) > 1 and min(lengths) > 0
-    assert sum(step[6] > 0 for step in steps) == len(lengths)
+    assert [step.ended for step in steps] == [step.terminated for step in steps]
+    assert sum(step.ended for step in steps) > 1
 
 
 @pytest.mark.parametrize("bonus", [-7, 0.5])
@@ -251,12 +271,13 @@ def test_return_has_every_score(bonus):
     game, of_steps = new_game(bonus=bonus), 0.0
     before = game.env.score
     for step in random_steps(game, 1_000):
-        assert step[2] == np.sign(bonus)
-        if step[6]:
+        assert step.rewards == np.sign(bonus)
+        if step.ended:
             break
         of_steps += 4 * bonus
-    assert step[5] == game.env.scores[-1]
-    assert abs(before) > 4 * abs(bonus) and abs(step[5]) > abs(of_steps) + abs(before)
+    total = step.episode_return
+    assert total == game.env.scores[-1]
+    assert abs(before) > 4 * abs(bonus) and abs(total) > abs(of_steps) + abs(before)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +300,7 @@ def test_fire(name, options, expected):
     assert game.ale.getEpisodeFrameNumber() == len(expected)
     for action in itertools.cycle([1, 0, 0, 0, 0, 0, 0, 0]):  # FIRE, in MsPacman UP
         game.env.actions.clear()
-        if game.step(action)[3]:
+        if game.step(action).terminated:
             break
     skip = options.get("frameskip", 4)
     start = game.env.actions[-skip - len(expected) :]
@@ -310,11 +331,11 @@ def test_seeds(sticky_actions):
     """A seed gives the same game each time, also when it starts again; another seed another."""
 
     def scores(game):
-        return [(game.obs.astype(int).sum(), *step[2:5]) for step in random_steps(game, 200)]
+        return [(game.obs.astype(int).sum(), *step[2:]) for step in random_steps(game, 80)]
 
     game = new_game(seed=1, sticky_actions=sticky_actions)
     first = scores(game)
-    game.reset(1)
+    game.start()
     assert scores(game) == first
     assert scores(new_game(seed=1, sticky_actions=sticky_actions)) == first
     assert scores(new_game(seed=2, sticky_actions=sticky_actions)) != first
@@ -328,7 +349,7 @@ def test_names(tmp_path):
     pictures = []
     for name in NAMES:
         assert ppo_atari.game_name(name) == "Breakout"
-        pictures.append([step[0].copy() for step in random_steps(new_game(name), 30)])
+        pictures.append([step.obs.copy() for step in random_steps(new_game(name), 9)])
         np.testing.assert_array_equal(pictures[-1], pictures[0])
     assert (pictures[0][0] != pictures[0][-1]).any()
     args = ppo_atari.parse_args(["--env", "mspacmanNoFrameskip-v0", "--log-dir", str(tmp_path)])
@@ -341,13 +362,14 @@ def test_options_reach_the_games(tmp_path):
     options = [*options.split(), "--noop-max", "7", "--log-dir", str(tmp_path)]
     for argv, expected in ((options, (3, 7, False, None, 18, 0.5)), ([], (4, 30, True, 1, 4, 0.0))):
         args = ppo_atari.parse_args([*argv, "--log-dir", str(tmp_path)])
-        with contextlib.closing(ppo_atari.make_pool(args, np.arange(2), 0)) as pool:
+        model = ppo_atari.make_model(args)
+        with contextlib.closing(ppo_atari.make_pool(args, model, np.arange(2), 0)) as pool:
             game = pool.games.games[1]
-            found = game.frameskip, game.noop_max, game.episodic_life, game.start_action
+            found = game.args.frameskip, game.noop_max, game.args.episodic_life, game.fire
             stickiness = game.ale.getFloat("repeat_action_probability")
             assert (*found, game.env.action_space.n, stickiness) == expected
             assert game.ale.getInt("frame_skip") == 1
-        assert ppo_atari.make_model(args).head.n == expected[4]
+        assert model.head.n == expected[4]
 
 
 # Model --------------------------------------------------------------------------------------------
@@ -372,11 +394,11 @@ def weights_of(model):
     return [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
 
 
-def make_model(num_actions=4, bf16=False):
+def make_model(num_actions=4, bf16=False, scale=30):
     """Return a model whose policy prefers some actions, not the same in all states."""
     torch.manual_seed(0)
-    model = Model(num_actions, bf16)
-    model.head.logits.weight.data *= 30
+    model = Model(gym.spaces.Discrete(num_actions), bf16)
+    model.head.logits.weight.data *= scale
     return model
 
 
@@ -389,7 +411,7 @@ def pictures(*shape):
 @pytest.mark.parametrize("num_actions", [4, 6, 18])
 def test_network_shapes(num_actions):
     """Counted by hand: the parameters of the layers; one output per action and one value."""
-    model = Model(num_actions)
+    model = Model(gym.spaces.Discrete(num_actions))
     layers = 4 * 32 * 8 * 8 + 32, 32 * 64 * 4 * 4 + 64, 64 * 64 * 3 * 3 + 64, 64 * 7 * 7 * 512 + 512
     heads = 513 * num_actions + 513
     assert sum(layers) == 1_684_128
@@ -404,7 +426,7 @@ def test_network_shapes(num_actions):
 
 def test_initial_weights():
     """Rows (or columns) of a layer's weight are orthogonal, of its gain's length; biases are 0."""
-    parameters, gains = [*Model(6).parameters()], [2**0.5] * 4 + [0.1, 1.0]
+    parameters, gains = [*make_model(6, scale=1).parameters()], [2**0.5] * 4 + [0.1, 1.0]
     for weight, bias, gain in zip(parameters[::2], parameters[1::2], gains, strict=True):
         assert not bias.any()
         rows = weight.detach().flatten(1)
@@ -443,7 +465,7 @@ def test_network_refuses_other_pictures():
     """Floats would be divided by 255 unseen, and channels must be last."""
     for obs in (pictures(2).float(), pictures(2).permute(0, 3, 1, 2), pictures()[..., :3]):
         with pytest.raises(AssertionError):
-            Model(4)(obs)
+            make_model()(obs)
 
 
 # Rollout ------------------------------------------------------------------------------------------
@@ -452,20 +474,20 @@ T, N = 48, 3
 BUFFER = "obs actions rewards terminated truncated".split()
 
 
-def make_pool(num_workers=0, num_steps=T, model=None, start_method=None, env="Breakout", **options):
-    """Return a pool of N games that have been reset."""
-    args = SimpleNamespace(env=env, step_timeout=0, **(OPTIONS | options))
+def make_pool(model, num_workers=0, num_steps=T, start_method=None, env="Breakout", **options):
+    """Return a pool of N games that have started."""
+    args = SimpleNamespace(env=env, **(OPTIONS | options))
     with pytest.MonkeyPatch.context() as patch:
         pool = functools.partial(ppo_atari.WorkerPool, start_method=start_method)
         patch.setattr(ppo_atari, "WorkerPool", pool)
-        pool = ppo_atari.make_pool(args, np.arange(N), num_workers, model, num_steps)
-    pool.call("reset")
+        pool = ppo_atari.make_pool(args, model, np.arange(N), num_workers, num_steps)
+    pool.call("start")
     return pool
 
 
 def rollout(model, pool):
     """Return the buffer of a rollout with seed 2, and its episodes."""
-    return ppo_atari.rollout(model, pool, torch.Generator().manual_seed(2))
+    return ppo_atari.rollout(model, pool, None, torch.Generator().manual_seed(2))
 
 
 @torch.no_grad()
@@ -475,8 +497,8 @@ def replay(model, num_steps=T, **options):
     A namespace: buffer {name: (T, N, ...)} with final_obs, the pictures to go on with, and the
     (return, length) of the games that ended.
     """
-    games = [Game("Breakout", seed, **options) for seed in range(N)]
-    obs = np.stack([game.reset(game.seed) for game in games])
+    games = [new_game(seed=seed, **options) for seed in range(N)]
+    obs = np.stack([game.obs for game in games])
     generator = torch.Generator().manual_seed(2)
     noise = model.head.noise(num_steps * N, generator).view(num_steps, N, model.head.n)
     rows, episodes = [], []
@@ -484,13 +506,12 @@ def replay(model, num_steps=T, **options):
         arrays = {"obs": obs, "actions": np.zeros(N, np.int64)}
         model.act(arrays, noise[t])
         steps = [copy.deepcopy(game.step(a)) for game, a in zip(games, arrays["actions"])]
-        following, *results, returns, lengths = map(np.stack, zip(*steps))
-        episodes += [pair for pair in zip(returns.tolist(), lengths.tolist()) if pair[1] > 0]
+        episodes += [(step.episode_return, step.episode_length) for step in steps if step.ended]
+        following, *results = map(np.stack, zip(*steps))
         rows.append([obs, arrays["actions"], *results])
         obs = following
-    names = "obs actions final_obs rewards terminated truncated".split()
+    names = ["obs", "actions", *ppo_atari.STEP_RESULTS]
     buffer = {name: torch.from_numpy(np.stack(row)) for name, row in zip(names, zip(*rows))}
-    buffer["rewards"] = buffer["rewards"].float()
     return SimpleNamespace(buffer=buffer, obs=obs, episodes=episodes)
 
 
@@ -503,7 +524,7 @@ def played():
 
 
 @pytest.mark.parametrize(
-    "num_workers, start_method", [(0, None), (1, None), (2, None), (2, "spawn")]
+    "num_workers, start_method", [(0, None), (2, None), (1, "spawn")]
 )
 def test_rollout_is_a_replay(played, num_workers, start_method):
     """Any number of workers plays what single steps of the games and the model would.
@@ -514,7 +535,7 @@ def test_rollout_is_a_replay(played, num_workers, start_method):
     model, expected = played
     bias = model.head.logits.bias.data
     bias[0] = 1e4
-    with contextlib.closing(make_pool(num_workers, T, model, start_method)) as pool:
+    with contextlib.closing(make_pool(model, num_workers, T, start_method)) as pool:
         bias.zero_()
         buffer, episodes = rollout(model, pool)
         for name in BUFFER:
@@ -533,7 +554,8 @@ def test_rollout_is_a_replay(played, num_workers, start_method):
 def test_rollout_with_a_policy_elsewhere(played):
     """What a device that is no CPU plays in the main process is the same rollout."""
     model, expected = played
-    with contextlib.closing(make_pool(2)) as pool:  # of games without a model
+    elsewhere = SimpleNamespace(device=torch.device("meta"), head=model.head)
+    with contextlib.closing(make_pool(elsewhere, 2)) as pool:  # of games without a model
         buffer = ppo_atari.shared_buffer(pool.arrays)
         noise = model.head.noise(T * N, torch.Generator().manual_seed(2))
         buffer["noise"][:] = noise.view(T, N, -1)
@@ -547,9 +569,9 @@ def test_rollout_with_a_policy_elsewhere(played):
 def test_rollouts_go_on(played):
     """The second rollout starts where the first one ended."""
     model, expected = played
-    with contextlib.closing(make_pool(0, T // 2, model)) as pool:
+    with contextlib.closing(make_pool(model, 0, T // 2)) as pool:
         generator = torch.Generator().manual_seed(2)
-        halves = [ppo_atari.rollout(model, pool, generator)[0] for _ in range(2)]
+        halves = [ppo_atari.rollout(model, pool, None, generator)[0] for _ in range(2)]
         # Both are views of the same arrays, which now hold the second one.
         for name in BUFFER:
             assert torch.equal(halves[1][name], expected.buffer[name][T // 2 :]), name
@@ -557,21 +579,21 @@ def test_rollouts_go_on(played):
 
 def test_next_values(monkeypatch):
     """V of the next row; of final_obs at a truncation; of where to go on at the rollout's end."""
-    limit_frames(monkeypatch, 60)  # FIRE and 14 steps
+    limit_frames(monkeypatch, 36)  # FIRE and 8 steps
     model = make_model()
-    expected = replay(model, 32, noop_max=0)
-    with contextlib.closing(make_pool(0, 32, model, noop_max=0)) as pool:
+    expected = replay(model, 20, noop_max=0)
+    with contextlib.closing(make_pool(model, 0, 20, noop_max=0)) as pool:
         buffer, episodes = rollout(model, pool)
     with torch.no_grad():
         values, finals = (model(expected.buffer[name])[1] for name in ("obs", "final_obs"))
         following = torch.cat([values[1:], model(torch.from_numpy(expected.obs))[1][None]])
     truncated = buffer["truncated"]
     assert torch.equal(truncated, expected.buffer["truncated"])
-    assert truncated.nonzero().tolist() == [[t, i] for t in (13, 27) for i in range(N)]
+    assert truncated.nonzero().tolist() == [[t, i] for t in (7, 15) for i in range(N)]
     assert not buffer["terminated"].any()
     torch.testing.assert_close(buffer["next_values"], finals.where(truncated, following))
     assert ((following - finals)[truncated].abs() > 0.01).all()
-    assert episodes == expected.episodes and [length for _, length in episodes] == [14] * 6
+    assert episodes == expected.episodes and [length for _, length in episodes] == [8] * 6
 
 
 def test_workers_see_the_optimizers_weights():
@@ -580,7 +602,7 @@ def test_workers_see_the_optimizers_weights():
     optimizer = ppo_atari.make_optimizer(model)
     model.share_memory()
     model.head.logits.bias.data[2] = 1e4
-    with contextlib.closing(make_pool(2, 4, model)) as pool:
+    with contextlib.closing(make_pool(model, 2, 4)) as pool:
         assert (rollout(model, pool)[0]["actions"] == 2).all()
         optimizer.param_groups[0]["params"][0].data.zero_()  # a uniform policy
         buffer, _ = rollout(model, pool)
@@ -596,12 +618,13 @@ PRECISIONS = pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"]
 def test_first_ratios(bf16):
     """Before the first step all ratios are 1 ± 2 %: of minibatches, and of a worker's features."""
     model = make_model(6, bf16)
-    with contextlib.closing(make_pool(0, 32, model, env="Pong")) as pool:
+    with contextlib.closing(make_pool(model, 0, 32, env="Pong")) as pool:
         buffer, _ = rollout(model, pool)
     acting = torch.stack([model.head(model.features(obs)) for obs in buffer["obs"]])
     logprobs = acting.gather(-1, buffer["actions"][..., None])[..., 0]
     assert ((logprobs - buffer["logprobs"]).exp() - 1).abs().max() < 0.02
-    batch = ppo_atari.make_batch(buffer, model.inputs, 0.99, 0.95)
+    args = SimpleNamespace(gamma=0.99, gae_lambda=0.95)
+    batch = ppo_atari.make_batch(buffer, model.inputs, args)
     rows = torch.randperm(len(batch["obs"]), generator=torch.Generator().manual_seed(0))
     for mb_rows in rows.chunk(4):
         mb = {name: column[mb_rows] for name, column in batch.items()}
@@ -624,7 +647,7 @@ def test_sampled_policy_is_the_stored_one(monkeypatch, bf16):
         return (logp + noise).argmax(dim=-1)
 
     monkeypatch.setattr(model.head, "sample", sample)
-    with contextlib.closing(make_pool(0, 32, model, env="Pong")) as pool:
+    with contextlib.closing(make_pool(model, 0, 32, env="Pong")) as pool:
         buffer, _ = rollout(model, pool)
     pi = torch.stack(drawn)
     logprobs = pi.float().gather(-1, buffer["actions"][..., None])[..., 0]
@@ -860,9 +883,8 @@ def test_run_progress(run):
     """progress.csv has a row per iteration, after the evaluation of the start, and all columns."""
     rows = progress(run.run_dir)
     names = (
-        "iteration global_step wall_seconds restarts sps episodic_return episodic_length "
-        "eval_return policy_loss value_loss entropy approx_kl clipfrac explained_variance "
-        "learning_rate"
+        "iteration global_step wall_seconds sps episodic_return episodic_length eval_return "
+        "learning_rate policy_loss value_loss entropy approx_kl clipfrac explained_variance"
     ).split()
     assert list(rows[0]) == names
     assert [int(row["iteration"]) for row in rows] == [0, 1, 2, 3]
@@ -893,7 +915,7 @@ def test_run_checkpoint(run):
     """checkpoint.pt loads without running code and holds the model, optimizer and counters."""
     state = torch.load(run.run_dir / "checkpoint.pt", weights_only=True)
     assert state["counters"]["iteration"] == 3 and state["counters"]["global_step"] == 48
-    model = Model(4)
+    model = make_model()
     model.load_state_dict(state["model"])
     for ours, theirs in zip(model.parameters(), run.model.parameters(), strict=True):
         assert torch.equal(ours, theirs) and theirs.is_shared()
@@ -908,7 +930,7 @@ def test_episodes_are_logged(monkeypatch, tmp_path):
     assert [row["episodic_return"] for row in history] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("num_workers", ["0", "1", "2"])
+@pytest.mark.parametrize("num_workers", ["0", "2"])
 def test_same_seed_same_parameters(run, tmp_path, num_workers):
     """A seed gives bitwise the same parameters, with and without workers or evaluations."""
     options = ["--num-iterations", "3", "--num-workers", num_workers, "--quiet"]
@@ -919,9 +941,9 @@ def test_same_seed_same_parameters(run, tmp_path, num_workers):
 
 def test_other_seed_other_parameters(run, tmp_path):
     """Another seed gives other weights and another run."""
-    other = train(tmp_path, "--num-iterations", "3", "--seed", "2", "--quiet")
+    other = train(tmp_path, "--num-iterations", "1", "--seed", "2", "--quiet")
     assert not torch.equal(run.model.value.weight, other.model.value.weight)
-    assert other.history[-1]["policy_loss"] != run.history[-1]["policy_loss"]
+    assert other.history[0]["policy_loss"] != run.history[1]["policy_loss"]
 
 
 def test_resume(run, tmp_path, clip_coefs):
@@ -954,16 +976,21 @@ def test_resume_starts_from_the_checkpoint(run, tmp_path):
 @torch.no_grad()
 def mode_return(model, seed, **options):
     """Return score and length of a whole game with the policy's mode."""
-    game, length = new_game(seed=seed, **options), 0
-    while length == 0:
+    game = new_game(seed=seed, **options)
+    while True:
         pi, _ = literal(list(model.parameters()), torch.from_numpy(game.obs)[None])
-        *_, episode_return, length = game.step(pi.argmax())
-    return episode_return, length
+        step = game.step(pi.argmax())
+        if step.ended:
+            return step.episode_return, step.episode_length
 
 
-def test_eval(run, capsys):
-    """--eval prints mean ± sd of whole games with the mode, as options beside it say."""
-    options = f"--eval {run.run_dir} --sticky-actions 0.1 --eval-episodes 3".split()
+def test_eval(run, tmp_path, capsys):
+    """--eval prints mean ± sd of whole games with the mode, as the run's options say."""
+    copy = shutil.copytree(run.run_dir, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    config["options"]["sticky_actions"] = 0.1  # so that games are not all alike
+    (copy / "config.json").write_text(json.dumps(config))
+    options = f"--eval {copy} --eval-episodes 3".split()
     returns = ppo_atari.evaluate_run(ppo_atari.parse_args(options))
     seeds = range(10_000, 10_003)
     expected = [mode_return(run.model, seed, sticky_actions=0.1)[0] for seed in seeds]
@@ -980,7 +1007,7 @@ def test_eval_is_the_runs(run):
 
 
 def test_video(run, monkeypatch, capsys):
-    """--video writes a film of one game: a picture per step, the screen's size, 15 per second."""
+    """--video writes a film of one game: a picture per frame, the screen's size, 60 a second."""
     limit_frames(monkeypatch, 100)
     args = ppo_atari.parse_args(["--eval", str(run.run_dir), "--video"])
     ppo_atari.evaluate_run(args)
@@ -989,10 +1016,10 @@ def test_video(run, monkeypatch, capsys):
     video = cv2.VideoCapture(str(path))
     read, picture = video.read()
     assert read and picture.shape == (210, 160, 3)
-    assert video.get(cv2.CAP_PROP_FPS) == 15
+    assert video.get(cv2.CAP_PROP_FPS) == 60
     frames = video.get(cv2.CAP_PROP_FRAME_COUNT)
     video.release()
-    assert frames == mode_return(run.model, 10_000)[1] > 10
+    assert frames == 1 + 100  # also the one of the start
     screen = new_game(seed=10_000).ale.getScreenRGB().astype(int)
     assert np.abs(picture[..., ::-1] - screen).mean() < 5 < np.abs(picture - screen).mean()
 

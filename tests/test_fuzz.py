@@ -6,10 +6,12 @@ import re
 import shutil
 import signal
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import ppo
 import ppo_atari
@@ -87,7 +89,7 @@ def random_words(script, rng):
     """Return a random command line of a small run."""
     parsers = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script.Parser, "parse_args", lambda self, _: parsers.append(self) or 1 / 0)
+        patch.setattr(ArgumentParser, "parse_args", lambda self, _: parsers.append(self) or 1 / 0)
         with pytest.raises(ZeroDivisionError):
             script.parse_args([])
     actions = [a for a in parsers[0]._actions if a.option_strings[0] not in NOT_THESE]
@@ -134,17 +136,30 @@ def damaged(content, rng):
     return bytes(content)
 
 
-@pytest.mark.parametrize("file", ["config.json", "checkpoint.pt", "games-1.pkl", "progress.csv"])
+@pytest.mark.parametrize("file", ["config.json", "checkpoint.pt", "progress.csv"])
 def test_damaged_files(finished_run, tmp_path, outcome, file):
     """A run with a damaged file is continued, or refused with a line."""
     rng, codes = np.random.default_rng(SEED), []
     for i in range(60):
         copy = shutil.copytree(finished_run, tmp_path / str(i))
         (copy / file).write_bytes(damaged((finished_run / file).read_bytes(), rng))
-        what = ["--eval", "--resume"][i % 2 if file in ("config.json", "checkpoint.pt") else 1]
+        what = "--resume" if file == "progress.csv" or i % 2 else "--eval"
         more = ["--num-iterations", "2"] if what == "--resume" else ["--eval-episodes", "1"]
         codes.append(outcome(ppo, [what, str(copy), *more]))
-    assert codes.count(2 if file in ("config.json", "checkpoint.pt") else 0) > 20
+    assert codes.count(0 if file == "progress.csv" else 2) > 20
+
+
+def test_damaged_games(finished_run, tmp_path, outcome):
+    """A run whose games' state is damaged is continued: games start new episodes."""
+    rng, codes = np.random.default_rng(SEED), []
+    copy = shutil.copytree(finished_run, tmp_path / "copy")
+    state = ppo.load_checkpoint(finished_run)
+    games = state["games"].numpy().tobytes()
+    for _ in range(60):
+        state["games"] = torch.frombuffer(bytearray(damaged(games, rng)), dtype=torch.uint8)
+        torch.save(state, copy / "checkpoint.pt")
+        codes.append(outcome(ppo, ["--resume", str(copy), "--num-iterations", "2"]))
+    assert codes.count(0) > 20
 
 
 VALUES = [None, True, False, -1, 0, 1, 2.5, "x", "", [], [1], ["x"], [[1]], {}, {"a": 1}, 10**30]

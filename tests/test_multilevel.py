@@ -1,5 +1,6 @@
 """Oracles of multilevel PPO: exact identities, the literal Algorithm 4, the order of events."""
 
+import itertools
 import sys
 import types
 from pathlib import Path
@@ -21,25 +22,37 @@ SMALL = (
 ).split()
 
 
-def install(monkeypatch, make, name="user_simulation"):
-    """Make `make` importable as name:make."""
-    module = types.ModuleType(name)
+NUMBERS = itertools.count()
+
+
+def install(monkeypatch, make):
+    """Make `make` importable. Returns the name for --env, another one each time: it is cached."""
+    module = types.ModuleType(f"user_simulation_{next(NUMBERS)}")
     module.make = make
-    monkeypatch.setitem(sys.modules, name, module)
-    return f"{name}:make"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return f"{module.__name__}:make"
 
 
-def collect(args, seeds=None):
-    """Return the batches of one iteration, the model and the pool (steps taken in this process)."""
+def started(args):
+    """Return a model and a pool of games that have started, in this process."""
     torch.manual_seed(0)
-    model = ml.make_model(args)
-    seeds = np.arange((2 * len(args.levels) - 1) * args.num_envs) if seeds is None else seeds
-    seeds = seeds.reshape(2 * len(args.levels) - 1, args.num_envs)
-    pool = ml.make_pool(args, args.levels, seeds, 0)
-    pool.call("reset")
-    recent = [[] for _ in args.levels]
-    batches = ml.rollouts(model, pool, args, torch.Generator().manual_seed(1), recent)
-    return batches, model, pool, recent
+    model, shape = ml.make_model(args), (2 * len(args.levels) - 1, args.num_envs)
+    pool = ml.make_pool(args, model, np.arange(np.prod(shape)).reshape(shape), 0)
+    pool.call("start")
+    return model, pool
+
+
+def collect(args):
+    """Return the batches of one iteration, the model, the pool and each level's episodes."""
+    model, pool = started(args)
+    batches, episodes = ml.rollouts(model, pool, args, torch.Generator().manual_seed(1))
+    return batches, model, pool, episodes
+
+
+def small_model(obs_dim, actions, words):
+    """Return a model for a Box of so many actions, with the network that the options say."""
+    args = ml.make_parser().parse_args(words.split())
+    return ml.Model(obs_dim, gym.spaces.Box(-1, 1, (actions,)), args)
 
 
 # One level is PPO ---------------------------------------------------------------------------------
@@ -151,10 +164,7 @@ def tape(monkeypatch, coupling, num_steps):
     options = ["--levels", "1", "2", "--num-steps", "1", str(num_steps), "--coupling", coupling]
     args = ml.parse_args([*SMALL, "--env", env, *options, "--num-envs", "1", "--norm-adv", "off"]
                          + ["--num-workers", "0", "--num-minibatches", "1"])  # fmt: skip
-    torch.manual_seed(0)
-    model = ml.make_model(args)
-    pool = ml.make_pool(args, args.levels, np.array([[5], [6], [7]]), 0)
-    pool.call("reset")
+    model, pool = started(args)
     Tape.events.clear()
     buffers, episodes = ml.rollout(model, pool, 1, args, torch.Generator().manual_seed(0))
     return list(Tape.events), buffers, episodes
@@ -184,10 +194,7 @@ def test_step_coupling_partner_bootstraps_from_its_own_state(monkeypatch):
     options = ["--levels", "1", "2", "--num-steps", "1", "5", "--num-workers", "0"]
     args = ml.parse_args([*SMALL, "--env", env, *options, "--num-envs", "2", "--norm-adv", "off"]
                          + ["--num-minibatches", "1"])  # fmt: skip
-    torch.manual_seed(0)
-    model = ml.make_model(args)
-    pool = ml.make_pool(args, args.levels, np.arange(6).reshape(3, 2), 0)
-    pool.call("reset")
+    model, pool = started(args)
     (own, sync), _ = ml.rollout(model, pool, 1, args, torch.Generator().manual_seed(0))
     where = sync["obs"].clone()  # t + 1, x + a / level
     where[..., 0] += 1
@@ -221,23 +228,23 @@ def test_noise_coupling_discrete_actions(monkeypatch):
     options = ["--levels", "1", "2", "--num-steps", "9", "30", "--num-workers", "0"]
     args = ml.parse_args([*SMALL, "--env", env, *options])
     assert args.coupling == "noise"  # without map_from there is no other
-    (_, sync, own), _, _, recent = collect(args)
+    (_, sync, own), _, _, episodes = collect(args)
     for name in own:  # the levels are the same, seeds and noise are common
         assert torch.equal(own[name], sync[name]), name
-    assert recent[1] and own["actions"].dtype == torch.int64
+    assert episodes[1] and own["actions"].dtype == torch.int64
 
 
 def test_levels_keep_their_own_episodes():
     """With T^l short of an episode, the next iteration goes on where the level stopped."""
     options = ["--levels", "1", "2", "--num-steps", "4", "2", "--num-workers", "0"]
     args = ml.parse_args([*SMALL, "--env", "ResSim-v1", *options])
-    _, model, pool, recent = collect(args)
-    games = pool.games.games
+    _, model, pool, episodes = collect(args)
+    games = pool.games.members
     assert [games[m][0].env.t for m in (0, 1, 2)] == [4, 2, 2]
-    generator = torch.Generator().manual_seed(3)
-    ml.rollouts(model, pool, args, generator, recent)
+    assert not any(episodes)
+    _, episodes = ml.rollouts(model, pool, args, torch.Generator().manual_seed(3))
     assert [games[m][0].env.t for m in (0, 1, 2)] == [3, 4, 4]
-    assert {length for _, length in recent[0]} == {5}
+    assert [[length for _, length in ended] for ended in episodes] == [[5] * 6, []]
 
 
 # The loss -----------------------------------------------------------------------------------------
@@ -247,8 +254,7 @@ def reference():
     """Return the reference's model, its minibatch as our signed rows, and all its numbers."""
     with np.load(GOLDEN / "c_losses.npz") as file:
         g = {name: file[name] for name in file.files}
-    space = gym.spaces.Box(-1, 1, (3,))
-    model = ml.Model(5, space, [8, 8], shared_net=True, init_log_std=-1.0)
+    model = small_model(5, 3, "--hidden 8 8 --init-log-std -1")
     names = {
         "actor.0": "mlp_extractor.shared_net.0",
         "actor.2": "mlp_extractor.shared_net.2",
@@ -334,7 +340,7 @@ def test_one_normaliser_keeps_the_correction():
     torch.manual_seed(0)
     base = torch.randn(60)
     own, sync = base[:10] + 0.5, base[:10]
-    model = ml.Model(2, gym.spaces.Box(-1, 1, (1,)), [4], True, 0.0)
+    model = small_model(2, 1, "--hidden 4 --init-log-std 0")
     obs = torch.zeros(80, 2)
     pi, values = model(obs)
     actions = torch.zeros(80, 1)
@@ -359,7 +365,7 @@ def gaussian_batch(advantages, logratio=0.0):
     """Return a model and rows of random observations and actions with these advantages."""
     torch.manual_seed(0)
     M = len(advantages)
-    model = ml.Model(3, gym.spaces.Box(-1, 1, (2,)), [8], True, -1.0)
+    model = small_model(3, 2, "--hidden 8 --init-log-std -1")
     obs, actions = torch.randn(M, 3), torch.randn(M, 2)
     pi, values = model(obs)
     batch = {"obs": obs, "actions": actions, "values": values.detach(), "advantages": advantages}
@@ -504,9 +510,9 @@ def test_evaluation_uses_other_fields_and_the_finest_level():
     """Evaluation games are on --eval-level, each on another evaluation field."""
     args = ml.parse_args(["--levels", "1", "--num-steps", "5", "--eval-level", "3", "--env"]
                          + ["ResSim-v1", "--eval-episodes", "16"])  # fmt: skip
-    pool = ml.make_eval_pool(args)
-    pool.call("reset")
-    envs = [game.env for game in pool.games.games[0]]
+    pool = ml.make_eval_pool(args, ml.make_model(args))
+    pool.call("start")
+    envs = [game.env for game in pool.games.games]
     assert sorted(env.field for env in envs) == list(range(16))
     training = ml.ResSim("ResSim-v1", 3).grid.perm
     for env in envs:
@@ -515,7 +521,7 @@ def test_evaluation_uses_other_fields_and_the_finest_level():
 
 
 def test_simulation_that_gives_nan(monkeypatch, tmp_path):
-    """The error names quantity, game, level and seed; the run is saved."""
+    """The error names quantity, game and level; the run is saved."""
     steps = []
 
     class Broken(Tape):
@@ -528,7 +534,7 @@ def test_simulation_that_gives_nan(monkeypatch, tmp_path):
     options = ["--levels", "1", "2", "--num-steps", "2", "2", "--eval-every", "0"]
     options += ["--log-dir", str(tmp_path)]
     args = ml.parse_args([*SMALL, "--env", env, *options, "--num-envs", "3", "--num-workers", "0"])
-    with pytest.raises(ml.GameError, match=r"rewards of .* level 2 \(seed \d+\)"):
+    with pytest.raises(ml.GameError, match=r"rewards of .*level 2"):
         ml.train(args)
     (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
     state = torch.load(checkpoint, weights_only=True)

@@ -1,6 +1,5 @@
 """Tests of the worker pool: start methods, games that fail, workers and runs that are killed."""
 
-import functools
 import multiprocessing
 import os
 import re
@@ -30,9 +29,15 @@ OWN = {
 }
 GOOD = {ppo: "CartPole-v1", ppo_atari: "Breakout", ppo_multilevel: "envs:make"}
 COMMANDS = {
-    ppo: [["reset"], ["step"]],
-    ppo_atari: [["reset"], ["step"], ["rollout"]],
-    ppo_multilevel: [["reset"], ["step"], ["step", 1]],
+    ppo: [["start"], ["step"]],
+    ppo_atari: [["start"], ["step"], ["rollout"]],
+    ppo_multilevel: [
+        ["start"],
+        ["step"],
+        ["step", 1, False],
+        ["synchronize", 1],
+        ["step", 1, True],
+    ],
 }
 linux = pytest.mark.skipif(sys.platform != "linux", reason="uses pgrep, ps and /dev/shm")
 
@@ -59,10 +64,10 @@ class BadGame(ppo_atari.Game):
             raise RuntimeError("broken on purpose")
         return super().reset(seed)
 
-    def step(self, action):
+    def step(self):
         if self.where == "step" and self.length == 4:
             raise RuntimeError("broken on purpose")
-        return super().step(action)
+        super().step()
 
 
 @pytest.fixture
@@ -92,25 +97,29 @@ def parse(script, log_dir, *options):
     return script.parse_args(options)
 
 
-def make_pool(script, args, num_workers, start_method=None, model=None):
+def run_main(script, monkeypatch, log_dir, *options):
+    """Run a script's main on a small run. Returns its exit code."""
+    options = [*SMALL, *OWN[script], "--quiet", "--log-dir", str(log_dir), *options]
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *options])
+    return script.main()
+
+
+def make_pool(script, args, model, num_workers, start_method=None):
     """Return the pool of a script's games as its make_pool does, with a start method."""
     with pytest.MonkeyPatch.context() as patch:
         real = script.WorkerPool
         patch.setattr(
             script, "WorkerPool", lambda *a, **k: real(*a, **k, start_method=start_method)
         )
-        if script is ppo_multilevel:
-            return script.make_pool(args, [1, 2], np.arange(12).reshape(3, 4), num_workers)
-        more = (model, args.num_steps) if script is ppo_atari else ()
-        return script.make_pool(args, np.arange(4), num_workers, *more)
+        return script.make_pool(args, model, script.game_seeds(args, 0), num_workers)
 
 
-def shared_model(args):
-    """Return the Atari model, in shared memory as `train` has it, and its optimizer."""
+def shared_model(script, args):
+    """Return a model and its optimizer; Atari's is in shared memory, as `train` has it."""
     torch.manual_seed(0)
-    model = ppo_atari.make_model(args)
-    optimizer = ppo_atari.make_optimizer(model)
-    return model.share_memory(), optimizer
+    model = script.make_model(args)
+    optimizer = script.make_optimizer(model)
+    return model.share_memory() if script is ppo_atari else model, optimizer
 
 
 # The pool -----------------------------------------------------------------------------------------
@@ -124,10 +133,10 @@ def test_workers_do_what_this_process_does(script, tmp_path, start_method, num_w
         pytest.skip("spawn is slow, one worker will do")
     if start_method == "fork" and not hasattr(os, "fork"):
         pytest.skip("no fork here")
-    args = parse(script, tmp_path, "--env", GOOD[script])
-    model, optimizer = shared_model(args) if script is ppo_atari else (None, None)
+    args = parse(script, tmp_path, "--env", GOOD[script], "--num-envs", "4")
+    model, optimizer = shared_model(script, args)
     hows = (0, None), (num_workers, start_method)
-    pools = [make_pool(script, args, *how, model) for how in hows]
+    pools = [make_pool(script, args, model, *how) for how in hows]
     assert len(pools[1].workers) == num_workers
 
     def call(*command):
@@ -158,7 +167,8 @@ def test_workers_do_what_this_process_does(script, tmp_path, start_method, num_w
 
 def test_more_workers_than_games(script, tmp_path):
     """There are never more workers than games."""
-    pool = make_pool(script, parse(script, tmp_path, "--env", GOOD[script]), 7)
+    args = parse(script, tmp_path, "--env", GOOD[script], "--num-envs", "4")
+    pool = make_pool(script, args, shared_model(script, args)[0], 7)
     pool.close()
     assert len(pool.workers) == 4
 
@@ -176,7 +186,8 @@ def test_game_that_raises(script, tmp_path, bad_env, where, num_workers):
     first, *rest = str(error.value).splitlines()
     assert env in first
     assert ("level 2" in first) == (script is ppo_multilevel)
-    assert re.search(rf"\(seed \d+\) failed in {where}: broken on purpose", first)
+    doing = "start" if where == "reset" and script is not ppo_multilevel else where
+    assert re.search(rf"\(seed \d+\) failed in {doing}: broken on purpose", first)
     assert rest[0].startswith("Traceback") and "broken on purpose" in rest[-1]
     assert ("test_pool.py" if script is ppo_atari else "envs.py") in str(error.value)
     if where == "step":  # training had begun
@@ -210,40 +221,66 @@ def test_file_is_loaded_once(tmp_path):
 @only(ppo, ppo_multilevel)
 @pytest.mark.parametrize("where", ["nan_reward", "nan_obs", "nan_reset"])
 def test_game_that_gives_nan(script, tmp_path, capsys, monkeypatch, bad_env, where):
-    """One line names the quantity, the game, its seed and level; a checkpoint is left."""
+    """One line names the quantity, the game and the step; a checkpoint is left."""
     options = [*SMALL, *OWN[script], "--quiet", "--num-workers", "0"]
     options += ["--log-dir", str(tmp_path), "--env", bad_env(where)]
     monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *options])
     assert script.main() == 1
     (line,) = capsys.readouterr().err.splitlines()
-    quantity = "rewards" if where == "nan_reward" else "obs"
-    name = bad_env(where) + (" level 2" if script is ppo_multilevel else "")
-    assert re.search(rf"NaN or infinity in \w*{quantity} of {name} \(seed \d+\)$", line)
-    if where == "nan_reset":
-        return
+    found = {"nan_reward": ("rewards", 4), "nan_obs": ("final_obs", 4), "nan_reset": ("obs", 0)}
+    name, t = found[where]
+    assert line.endswith(f": error: NaN or infinity in {name} of game 0, step {t} of the rollout")
     (run_dir,) = tmp_path.iterdir()
     state = script.load_checkpoint(run_dir)
+    assert state["counters"]["iteration"] == 0 and state["games"] is None
     assert all(torch.isfinite(value).all() for value in state["model"].values())
 
 
 def test_partner_that_gives_nan_after_map_from(tmp_path):
-    """A NaN of psi() after map_from is found, before the policy has seen it."""
+    """A NaN of psi() after map_from is found, before an update has seen it."""
     options = ["--env", "envs:make_nan_psi", "--levels", "2", "3", "--num-steps", "16", "4"]
     args = parse(ppo_multilevel, tmp_path, *options, *"--num-iterations 1 --num-workers 0".split())
-    with pytest.raises(ppo_multilevel.GameError, match="NaN or infinity in obs of .* level 2"):
+    with pytest.raises(ppo_multilevel.GameError, match="^NaN or infinity in obs of game 0, step 0"):
         ppo_multilevel.train(args)
+
+
+@pytest.mark.parametrize("num_workers", ["0", "1"])
+def test_game_that_calls_exit(tmp_path, capfd, monkeypatch, num_workers):
+    """sys.exit(0) in a game is a failure like any other, not the end of a run that went well."""
+    monkeypatch.setattr(ppo.Game, "step", lambda game: sys.exit(0))
+    assert run_main(ppo, monkeypatch, tmp_path, "--num-workers", num_workers) == 1
+    first, *rest = capfd.readouterr().err.strip().splitlines()
+    assert re.match(r"ppo.py: error: CartPole-v1 \(seed \d+\) failed in step: .*SystemExit", first)
+    assert rest[0].startswith("Traceback") and rest[-1] == "SystemExit: 0"
+    assert multiprocessing.active_children() == []
+
+
+@linux
+def test_keyboard_interrupt_in_a_worker(tmp_path, capfd, monkeypatch):
+    """Of a worker that a game interrupts there is one line first, and nothing of its own."""
+
+    def step(game):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ppo.Game, "step", step)
+    assert run_main(ppo, monkeypatch, tmp_path, "--num-workers", "1") == 1
+    first, *rest = capfd.readouterr().err.strip().splitlines()
+    assert re.match(r"ppo.py: error: .*KeyboardInterrupt in step, test_pool.py:\d+\)$", first)
+    assert rest[0].startswith("Traceback") and rest[-1] == "KeyboardInterrupt"
+    assert sum(line.startswith("Traceback") for line in rest) == 1
+    assert multiprocessing.active_children() == []
 
 
 def test_evaluation_that_fails(script, tmp_path, monkeypatch):
     """A game that fails in an evaluation leaves the last iteration's checkpoint."""
 
-    def fail(*_):
+    def fail(*_, **__):
         raise script.GameError("broken on purpose")
 
     args = parse(script, tmp_path, "--env", GOOD[script], "--num-iterations", "3")
     args.eval_every, args.save_every, args.num_workers = 2, 0, 0
-    results = iter([lambda *_: np.zeros(1), fail])
-    monkeypatch.setattr(script, "evaluate", lambda *arguments: next(results)(*arguments))
+    results = iter([lambda *_, **__: (np.zeros(1), 0), fail])
+    monkeypatch.setattr(script, "evaluate", lambda *a, **k: next(results)(*a, **k))
     with pytest.raises(script.GameError):
         script.train(args)
     (run_dir,) = tmp_path.iterdir()
@@ -252,20 +289,33 @@ def test_evaluation_that_fails(script, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("during", [0, 2])
 def test_signal_during_an_evaluation(script, tmp_path, monkeypatch, during):
-    """A signal in the evaluation of iteration 2, or of the start, leaves a checkpoint too."""
+    """A signal ends the evaluation of iteration 2, or of the start; a checkpoint is left too."""
     args = parse(script, tmp_path, "--env", GOOD[script], "--num-iterations", "3")
     args.eval_every, args.save_every, args.num_workers = 2, 0, 0
-    evaluations = iter([0, 2])
+    cuts, real = [], script.evaluate
 
-    def evaluate(*_):
-        if next(evaluations) == during:
-            signal.raise_signal(signal.SIGTERM)
-        return np.zeros(1)
+    def evaluate(*arguments, run):
+        if cuts or run.iteration != during:
+            return np.zeros(1), 0
+        signal.raise_signal(signal.SIGTERM)
+        returns, cut = real(*arguments, run=run)
+        cuts.append(cut)
+        return returns, cut
 
     monkeypatch.setattr(script, "evaluate", evaluate)
     result = script.train(args)
     assert result.signal == signal.SIGTERM
+    assert cuts == [args.eval_episodes]  # after their first step
+    assert "eval_return" not in result.history[-1]
     assert script.load_checkpoint(result.run_dir)["counters"]["iteration"] == during
+    assert iterations(result.run_dir) == list(range(during + 1))
+    script.train(script.parse_args(["--resume", str(result.run_dir), "--quiet"]))
+    assert iterations(result.run_dir) == [0, 1, 2, 3]
+
+
+def iterations(run_dir):
+    """Return the first column of progress.csv."""
+    return [int(x.split(",")[0]) for x in (run_dir / "progress.csv").read_text().splitlines()[1:]]
 
 
 def test_handlers_are_put_back(script, tmp_path):
@@ -296,21 +346,32 @@ def test_worker_that_dies_during_an_update(script, tmp_path, monkeypatch, iterat
 
 
 @linux
-def test_second_signal_during_a_rollout(tmp_path, monkeypatch, capsys):
-    """The first signal waits for the end of a rollout, the second does not."""
-    steps = []
+@pytest.mark.parametrize("num_workers", ["0", "1"])
+def test_second_signal_during_a_rollout(tmp_path, monkeypatch, capsys, num_workers):
+    """The first Ctrl-C waits for the end of a rollout, one of the same moment is the same request.
+    One more than a second later stops at once, and says which checkpoint there is.
+    """
+    waits, steps, main = {70: 0.005, 72: 1.1, 74: 0.2}, [], os.getpid()  # in iteration 2
 
-    def step(_):  # in the worker: 8 steps are 1.2 seconds, two of them send a signal
-        time.sleep(0.15)
+    def step(game):
         steps.append(1)
-        if len(steps) in (2, 6):
-            os.kill(os.getppid(), signal.SIGINT)
+        if len(steps) in waits:
+            os.kill(main, signal.SIGINT)
+            time.sleep(waits[len(steps)])
+        real(game)
 
-    monkeypatch.setattr(ppo_atari.Games, "step", step)
-    with pytest.raises(KeyboardInterrupt):
-        ppo_atari.train(parse(ppo_atari, tmp_path, "--num-workers", "1"))
+    real = ppo.Game.step
+    monkeypatch.setattr(ppo.Game, "step", step)
+    more = ["--num-workers", num_workers, "--save-every", "1", "--num-iterations", "3"]
+    assert run_main(ppo, monkeypatch, tmp_path, *more) == 128 + signal.SIGINT
     assert multiprocessing.active_children() == []
-    assert capsys.readouterr().err.count("stopping after this iteration") == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("stopping after this iteration")
+    assert second == "stopped at once, the checkpoint is that of iteration 1"
+    (run_dir,) = tmp_path.iterdir()
+    assert iterations(run_dir) == [1]
+    state = ppo.load_checkpoint(run_dir)
+    assert state["counters"]["iteration"] == 1 and state["games"] is not None
 
 
 # Whole runs ---------------------------------------------------------------------------------------
@@ -342,12 +403,13 @@ def shared_memory():
     return {name for name in os.listdir("/dev/shm") if name.startswith(("pym-", "psm_", "torch_"))}
 
 
-@pytest.fixture(scope="module", params=["kill worker", "SIGTERM", "SIGINT", "kill main"])
-def ended(request, tmp_path_factory):
-    """Return a function of the script: what became of a run to which this happened."""
-    log_dir = tmp_path_factory.mktemp("runs")
-    yield functools.cache(lambda script: end_run(script, request.param, log_dir / script.__name__))
-    shutil.rmtree(log_dir)
+SLOW = pytest.mark.slow  # the same text as in ppo.py
+ENDS = [
+    (ppo, ("kill worker", "two SIGTERM", "SIGINT", "kill main"), ()),
+    (ppo_atari, ("kill worker", "SIGTERM", "kill main"), ()),  # its workers are in a rollout then
+    (ppo_multilevel, ("kill worker", "two SIGTERM", "SIGINT", "kill main"), (SLOW,)),
+]
+ENDS = [pytest.param(x, y, marks=z, id=f"{x.__name__}-{y}") for x, ys, z in ENDS for y in ys]
 
 
 def end_run(script, how, log_dir):
@@ -378,6 +440,10 @@ def end_run(script, how, log_dir):
             os.kill(workers[0], signal.SIGKILL)
         elif how == "SIGINT":  # Ctrl-C is for all processes
             os.killpg(main.pid, signal.SIGINT)
+        elif how == "two SIGTERM":  # as GNU timeout and torchrun send them
+            main.send_signal(signal.SIGTERM)
+            time.sleep(0.005)
+            main.send_signal(signal.SIGTERM)
         else:
             main.send_signal(signal.SIGKILL if how == "kill main" else signal.SIGTERM)
         out, err = main.communicate(timeout=30)
@@ -386,31 +452,32 @@ def end_run(script, how, log_dir):
     seconds = time.monotonic() - started
     orphans = not wait_until(lambda: not any(map(alive, workers)), 5)
     (run_dir,) = log_dir.iterdir()
-    result = {"how": how, "code": main.returncode, "out": out, "err": err.splitlines()}
+    result = {"code": main.returncode, "out": out, "err": err.splitlines()}
     result |= {"seconds": seconds, "workers": workers, "orphans": orphans}
     result |= {"leaked": shared_memory() - before}
     return SimpleNamespace(**result, run_dir=run_dir)
 
 
 @linux
-def test_run_that_is_ended(script, ended):
+@pytest.mark.parametrize("script, how", ENDS)
+def test_run_that_is_ended(script, how, tmp_path):
     """Killed worker, SIGTERM, SIGINT, killed main process: no orphan, no leak, a checkpoint."""
-    run = ended(script)
+    run = end_run(script, how, tmp_path)
     assert len(run.workers) == 2
     assert not run.orphans
     assert run.leaked == set()
     assert run.seconds < 10
-    codes = {"kill worker": 1, "SIGTERM": 143, "SIGINT": 130, "kill main": -signal.SIGKILL}
-    assert run.code == codes[run.how]
+    codes = {"kill worker": 1, "SIGTERM": 143, "two SIGTERM": 143, "SIGINT": 130}
+    assert run.code == (codes | {"kill main": -signal.SIGKILL})[how]
     assert run.out == "" and not [line for line in run.err if "Traceback" in line]
     iteration = script.load_checkpoint(run.run_dir)["counters"]["iteration"]
     rows = (run.run_dir / "progress.csv").read_text().splitlines()
     last_row = int(rows[-1].split(",")[0])
-    if run.how == "kill main":  # the checkpoint of an iteration follows its row
+    if how == "kill main":  # the checkpoint of an iteration follows its row
         assert iteration <= last_row <= iteration + 1 and run.err == []
         return
     assert last_row == iteration >= 2
-    if run.how == "kill worker":
+    if how == "kill worker":
         assert re.fullmatch(rf"{script.__name__}.py: error: worker 0 died.*-9", run.err[0])
     else:
         assert len(run.err) == 1 and "stopping" in run.err[0]

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -24,6 +23,11 @@ SMALL = (
     "--num-envs 4 --num-steps 32 --num-minibatches 2 --update-epochs 2 --hidden 16 16 "
     "--learning-rate 1e-3 --eval-episodes 2 --quiet"
 ).split()
+
+
+def options(words=""):
+    """Return the parsed options of a command line, unchecked."""
+    return ppo.make_parser().parse_args(words.split())
 
 
 def column(*values):
@@ -46,7 +50,7 @@ def test_gae_golden():
     buffer = {"obs": torch.zeros(7, 3, 2), "actions": torch.zeros(7, 3), "next_values": next_values}
     buffer |= {"logprobs": torch.zeros(7, 3), "rewards": g["rewards"], "values": g["values"]}
     buffer |= {"terminated": terminated, "truncated": never}
-    batch = ppo.make_batch(buffer, ("obs",), gamma, lam)
+    batch = ppo.make_batch(buffer, ("obs",), options(f"--gamma {gamma} --gae-lambda {lam}"))
     torch.testing.assert_close(batch["returns"], g["returns"].flatten(), rtol=1e-5, atol=1e-6)
     assert batch["obs"].shape == (21, 2)
 
@@ -98,7 +102,7 @@ def losses_batch(model, ratios, advantages):
     obs = torch.randn(len(ratios), 3, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         pi, values = model(obs)
-        actions = model.head.mode(pi)
+        actions = model.head.sample(pi)
         logprobs = model.head.log_prob(pi, actions) - torch.tensor(ratios).log()
     batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "values": values}
     return batch | {"advantages": torch.tensor(advantages), "returns": values + 1}, values
@@ -110,7 +114,7 @@ SPACES = {"discrete": gym.spaces.Discrete(3), "box": gym.spaces.Box(-1, 1, (2,))
 @pytest.mark.parametrize("space", SPACES)
 def test_clipped_objective(space):
     """PPO, Eq. (7), for ε = 0.2: a ratio beyond 1 ± ε gains nothing, but may lose."""
-    model = ppo.Model(3, SPACES[space], [8], False, -0.5)
+    model = ppo.Model(3, SPACES[space], options("--hidden 8 --init-log-std -0.5"))
     ratios = [0.5, 0.9, 1.0, 1.1, 1.5] * 2
     batch, _ = losses_batch(model, ratios, [2.0] * 5 + [-2.0] * 5)
     pg_loss, _, entropy, logratio = ppo.losses(model, batch, 0.2, clip_vloss=False)
@@ -122,7 +126,7 @@ def test_clipped_objective(space):
 
 def test_ratio_one_gives_minus_advantage():
     """The policy that took the actions has ratio 1, so the loss is exactly −Â."""
-    model = ppo.Model(3, SPACES["discrete"], [8], True, 0.0)
+    model = ppo.Model(3, SPACES["discrete"], options("--hidden 8 --shared-net"))
     batch, _ = losses_batch(model, [1.0] * 4, [1.0, -2.0, 3.0, -4.0])
     pg_loss, *_, logratio = ppo.losses(model, batch, 0.2, clip_vloss=False)
     assert pg_loss.tolist() == [-1.0, 2.0, -3.0, 4.0]
@@ -132,7 +136,7 @@ def test_ratio_one_gives_minus_advantage():
 def test_losses_literal():
     """All terms against NumPy formulas on random rows."""
     rng, n, eps = np.random.default_rng(0), 50, 0.1
-    model = ppo.Model(3, SPACES["box"], [8, 8], True, 0.3)
+    model = ppo.Model(3, SPACES["box"], options("--hidden 8 8 --shared-net --init-log-std 0.3"))
     obs, actions, logprobs = rng.normal(size=(n, 3)), rng.normal(size=(n, 2)), rng.normal(size=n)
     old_values, advantages, returns = rng.normal(size=(3, n))
     columns = [obs, actions, logprobs - 3, old_values, advantages, returns]
@@ -154,7 +158,7 @@ def test_losses_literal():
 
 def test_value_clipping():
     """Hand values: V moved by 1 from the old one, clipped to 0.2; the worse of both counts."""
-    model = ppo.Model(3, SPACES["discrete"], [8], False, 0.0)
+    model = ppo.Model(3, SPACES["discrete"], options("--hidden 8"))
     batch, values = losses_batch(model, [1.0, 1.0], [0.0, 0.0])
     batch |= {"values": values - 1, "returns": values + torch.tensor([0.5, -2.0])}
     _, plain, *_ = ppo.losses(model, batch, 0.2, clip_vloss=False)
@@ -177,106 +181,34 @@ def test_policy_change():
 )
 def test_explained_variance(values, expected):
     """1 for a perfect value function, 0 for a constant, NaN if there is nothing to explain."""
-    returns = torch.tensor([1.0, 2.0, 3.0, 6.0])
-    assert ppo.explained_variance(torch.tensor(values), returns) == pytest.approx(expected)
-    assert math.isnan(ppo.explained_variance(returns, torch.ones(4)))
-
-
-# Model --------------------------------------------------------------------------------------------
-
-
-def test_categorical_is_torchs():
-    """Log-probability, entropy and mode agree with torch.distributions."""
-    head = ppo.Categorical(5, 4)
-    torch.nn.init.normal_(head.logits.weight)
-    h = torch.randn(6, 5)
-    logp, reference = head(h), torch.distributions.Categorical(logits=head.logits(h))
-    actions = torch.tensor([0, 1, 2, 3, 0, 1])
-    torch.testing.assert_close(head.log_prob(logp, actions), reference.log_prob(actions))
-    torch.testing.assert_close(head.entropy(logp), reference.entropy())
-    assert torch.equal(head.mode(logp), reference.probs.argmax(dim=1))
-
-
-def test_gaussian_is_torchs():
-    """Log-probability, entropy and mode agree with torch.distributions."""
-    head = ppo.Gaussian(5, 3, 0.0)
-    torch.nn.init.normal_(head.mean.weight)
-    head.log_std.data = torch.tensor([-1.0, 0.0, 0.5])
-    mean, actions = head(torch.randn(6, 5)), torch.randn(6, 3)
-    reference = torch.distributions.Normal(mean, head.log_std.exp())
-    expected = reference.log_prob(actions).sum(dim=1)
-    torch.testing.assert_close(head.log_prob(mean, actions), expected)
-    torch.testing.assert_close(head.entropy(mean), reference.entropy().sum(dim=1))
-    assert torch.equal(head.mode(mean), mean)
-
-
-def test_gumbel_max_frequencies():
-    """Sampled actions have the policy's frequencies, to five standard errors."""
-    head, n = ppo.Categorical(2, 3), 40_000
-    probs = torch.tensor([0.1, 0.3, 0.6])
-    noise = head.noise(n, torch.Generator().manual_seed(0))
-    actions = head.sample(probs.log().expand(n, 3), noise)
-    frequencies = torch.bincount(actions, minlength=3) / n
-    assert ((frequencies - probs).abs() < 5 * (probs * (1 - probs) / n).sqrt()).all()
-
-
-def test_gaussian_sample():
-    """A sample is μ + σ ε, with standard normal ε."""
-    head, mean = ppo.Gaussian(2, 2, 0.0), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    head.log_std.data = torch.tensor([2.0, 0.5]).log()
-    noise = torch.tensor([[1.0, -1.0], [0.0, 2.0]])
-    torch.testing.assert_close(head.sample(mean, noise), torch.tensor([[3.0, 1.5], [3.0, 5.0]]))
-    noise = head.noise(20_000, torch.Generator().manual_seed(0))
-    assert noise.shape == (20_000, 2)
-    assert noise.mean(dim=0).abs().max() < 0.04 and (noise.std(dim=0) - 1).abs().max() < 0.03
-
-
-@pytest.mark.parametrize("space", SPACES)
-@pytest.mark.parametrize("shared", [True, False])
-def test_initialisation(space, shared):
-    """Orthogonal weights: gain √2 in the hidden layers, 0.01 policy, 1 value; zero biases."""
-    model = ppo.Model(5, SPACES[space], [16, 8], shared, -0.7)
-    assert (model.critic is model.actor) == shared
-    head = model.head.logits if space == "discrete" else model.head.mean
-    gains = {head: 0.01, model.value: 1.0}
-    hidden = [layer for net in (model.actor, model.critic) for layer in net[::2]]
-    gains |= {layer: 2**0.5 for layer in hidden}
-    assert [layer.out_features for layer in model.actor[::2]] == [16, 8]
-    for layer, gain in gains.items():
-        W = layer.weight.detach()
-        product = W @ W.T if W.shape[0] <= W.shape[1] else W.T @ W
-        torch.testing.assert_close(product, gain**2 * torch.eye(len(product)), atol=1e-6, rtol=1e-5)
-        assert (layer.bias == 0).all()
-    if space == "box":
-        assert model.head.log_std.tolist() == pytest.approx([-0.7, -0.7])
+    batch = {"values": torch.tensor(values), "returns": torch.tensor([1.0, 2.0, 3.0, 6.0])}
+    assert ppo.explained_variance(batch) == pytest.approx(expected)
+    assert math.isnan(ppo.explained_variance(batch | {"returns": torch.ones(4)}))
 
 
 # Rollout ------------------------------------------------------------------------------------------
 
 
-def linear_model(action_space, init_log_std=0.0):
-    """Return a model with values V(s) = 100 s_0 + s_1, the same policy in all states."""
-    model = ppo.Model(2, action_space, [2], False, init_log_std)
+def scripted_rollout(env_id, words):
+    """Return model, pool, buffer, episodes and args of a rollout in two games.
+
+    Values are V(s) = 100 s_0 + s_1, the policy is the same in all states.
+    """
+    args = options(f"--env {env_id} --hidden 2 {words}")
+    model = ppo.make_model(args)
     model.actor = model.critic = nn.Sequential(nn.Identity())
     (layer,) = model.head.children()
     nn.init.zeros_(layer.weight)
     model.value.weight.data = torch.tensor([[100.0, 1.0]])
-    return model
-
-
-def scripted_rollout(env_id, num_steps, init_log_std=0.0):
-    """Return model, pool, buffer and episodes of a rollout in two games."""
-    args = SimpleNamespace(env=env_id, action_masks=False, rnn=None, step_timeout=0)
-    pool = ppo.make_pool(args, np.arange(2), 0)
-    model = linear_model(pool.games.games[0].action_space, init_log_std)
-    pool.call("reset")
+    pool = ppo.make_pool(args, model, np.arange(2), 0)
+    pool.call("start")
     generator = torch.Generator().manual_seed(0)
-    return model, pool, *ppo.rollout(model, pool, num_steps, generator)
+    return model, pool, *ppo.rollout(model, pool, args, generator), args
 
 
 def test_rollout_at_ends_of_episodes():
     """Episodes of 2 (truncated), 3 (terminated) and 2 (both) steps; obs = (episode, step)."""
-    _, pool, buffer, episodes = scripted_rollout("envs:Scripted-v0", 8)
+    _, pool, buffer, episodes, _ = scripted_rollout("envs:Scripted-v0", "--num-steps 8")
     buffer = {name: rows[:, 1] for name, rows in buffer.items()}  # of the second game
     steps = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (3, 0)]
     assert [tuple(row) for row in buffer["obs"].int().tolist()] == steps
@@ -289,12 +221,14 @@ def test_rollout_at_ends_of_episodes():
     assert next_values.tolist() == [1, 2, 101, 102, -1, 201, -1, 301]
     assert episodes[::2] == [(3.0, 2), (36.0, 3), (43.0, 2)]
     assert pool.arrays["obs"].tolist() == [[3, 1]] * 2
+    assert pool.arrays["episode_return"].tolist() == [31] * 2 and not pool.arrays["ended"].any()
 
 
 def test_advantages_do_not_see_what_follows_termination():
     """δ of a terminated step is r − V, whatever next_values holds there."""
-    model, _, buffer, _ = scripted_rollout("envs:Scripted-v0", 8)
-    batch = ppo.make_batch(buffer, model.inputs, 0.9, 0.0)
+    words = "--num-steps 8 --gamma 0.9 --gae-lambda 0"
+    model, _, buffer, _, args = scripted_rollout("envs:Scripted-v0", words)
+    batch = ppo.make_batch(buffer, model.inputs, args)
     advantages = batch["advantages"].view(8, 2)[:, 0]
     assert advantages[4] == 13 - 102 and advantages[6] == 22 - 201
     assert float(advantages[1]) == pytest.approx(2 + 0.9 * 2 - 1)  # truncated: V of final_obs
@@ -302,7 +236,8 @@ def test_advantages_do_not_see_what_follows_termination():
 
 def test_box_actions_are_clipped_for_the_env_only():
     """The env gets actions within its bounds, the buffer keeps what the policy sampled."""
-    model, pool, buffer, _ = scripted_rollout("envs:ScriptedBox-v0", 6, init_log_std=1.0)
+    words = "--num-steps 6 --init-log-std 1"
+    model, pool, buffer, *_ = scripted_rollout("envs:ScriptedBox-v0", words)
     stored = buffer["actions"][:, 0].numpy()
     received = np.stack(pool.games.games[0].env.unwrapped.actions)
     assert np.abs(stored).max() > 0.5
@@ -311,18 +246,18 @@ def test_box_actions_are_clipped_for_the_env_only():
     torch.testing.assert_close(buffer["logprobs"][:, 0], expected)
 
 
-@pytest.mark.parametrize("options", ["", "--norm-obs"])
+@pytest.mark.parametrize("words", ["", "--norm-obs"])
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1", "envs_spaces:Action-matrix-v0"])
-def test_numpy_sampler_is_the_models(env, options, tmp_path):
-    """For a plain policy `sampler` gives a NumPy function with the actions of model.act."""
-    args = ppo.parse_args(["--env", env, "--log-dir", str(tmp_path), *options.split()])
+def test_fast_act_is_the_models(env, words):
+    """For a plain policy `fast_act` gives a NumPy function with the actions of model.act."""
+    args = options(f"--env {env} {words}")
     model = ppo.make_model(args)
     for parameter in model.head.parameters():
         parameter.data += 0.3 * torch.randn(parameter.shape)
-    if options:
+    if words:
         model.obs_norm.update(torch.randn(9, *model.obs_norm.mean.shape) * 2 + 1)
-    pool = ppo.make_pool(args, np.arange(50), 0)
-    act, generator = ppo.sampler(model), torch.Generator().manual_seed(0)
+    pool = ppo.make_pool(args, model, np.arange(50), 0)
+    act, generator = ppo.fast_act(model), torch.Generator().manual_seed(0)
     assert act != model.act
     for noise in ppo.make_noise(model, 5, 50, generator):
         pool.arrays["obs"][:] = np.random.default_rng(0).normal(size=pool.arrays["obs"].shape)
@@ -335,38 +270,34 @@ def test_numpy_sampler_is_the_models(env, options, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options",
-    "--activation relu,--layer-norm,--rnn gru,--env envs_spaces:Action-binary-v0,"
+    "words",
+    "--activation relu,--layer-norm,--rnn gru,--action-masks,--env envs_spaces:Action-binary-v0,"
     "--env Pendulum-v1 --full-covariance".split(","),
 )
-def test_sampler_of_other_policies(options, tmp_path):
-    """Whatever is not plain samples with torch."""
-    args = ppo.parse_args([*options.split(), "--log-dir", str(tmp_path)])
-    model = ppo.make_model(args)
-    assert ppo.sampler(model) == model.act
+def test_fast_act_of_other_policies(words):
+    """Whatever is not plain acts with torch."""
+    model = ppo.make_model(options(words))
+    assert ppo.fast_act(model) == model.act
 
 
 # Update -------------------------------------------------------------------------------------------
 
 
-def update_setup(**changes):
+def update_setup(words=""):
     """Return model, optimizer, batch of 12 rows, args and generator for `update`."""
     torch.manual_seed(0)
-    args = {"update_epochs": 3, "num_minibatches": 4, "norm_adv": "minibatch", "clip_coef": 0.2}
-    args |= {"clip_vloss": False, "vf_coef": 0.5, "ent_coef": 0.01, "max_grad_norm": 0.5}
-    args |= {"target_kl": None, "kl_coef": 0.0, "adaptive_lr": None, "learning_rate": 0.01}
-    args = SimpleNamespace(**(args | changes))
-    model = ppo.Model(3, SPACES["discrete"], [8], False, 0.0)
+    args = options(f"--hidden 8 --update-epochs 3 --no-clip-vloss {words}")
+    model = ppo.Model(3, SPACES["discrete"], args)
     batch, values = losses_batch(model, [1.0] * 12, torch.randn(12).tolist())
     batch["returns"] = values + torch.randn(12)
-    optimizer = torch.optim.Adam(model.parameters(), args.learning_rate)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
     return model, optimizer, batch, args, torch.Generator().manual_seed(0)
 
 
 def test_target_kl_ends_the_update():
     """The first step has KL 0; the second minibatch sees a KL above the target and stops."""
-    for target_kl, expected in ((1e-9, 1), (1e9, 3 * 4), (None, 3 * 4)):
-        model, optimizer, *rest = update_setup(target_kl=target_kl)
+    for words, expected in (("--target-kl 1e-9", 1), ("--target-kl 1e9", 3 * 4), ("", 3 * 4)):
+        model, optimizer, *rest = update_setup(words)
         steps = []
         optimizer.register_step_post_hook(lambda *_, steps=steps: steps.append(1))
         row = ppo.update(model, optimizer, *rest)
@@ -378,7 +309,7 @@ def test_minibatches(monkeypatch, norm_adv):
     """Every epoch uses each row once; advantages are normalised per minibatch, once or never."""
     used, real = [], ppo.losses
     monkeypatch.setattr(ppo, "losses", lambda model, mb, *a: used.append(mb) or real(model, mb, *a))
-    model, optimizer, batch, args, generator = update_setup(norm_adv=norm_adv)
+    model, optimizer, batch, args, generator = update_setup(f"--norm-adv {norm_adv}")
     expected = batch["advantages"].clone()
     ppo.update(model, optimizer, batch, args, generator)
     assert torch.equal(batch["advantages"], expected)  # the caller's stay what they were
@@ -403,8 +334,8 @@ def test_gradient_clipping():
     """A gradient longer than --max-grad-norm is shortened to it, a shorter one is kept."""
     changes = []
     for max_grad_norm in (1e-3, 1e9):
-        changed = {"max_grad_norm": max_grad_norm, "update_epochs": 1, "num_minibatches": 1}
-        model, _, *rest = update_setup(**changed)
+        words = f"--max-grad-norm {max_grad_norm} --update-epochs 1 --num-minibatches 1"
+        model, _, *rest = update_setup(words)
         before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
         ppo.update(model, torch.optim.SGD(model.parameters(), lr=1.0), *rest)
         changes.append(nn.utils.parameters_to_vector(model.parameters()).detach() - before)
@@ -426,9 +357,9 @@ def test_loss_that_is_not_finite_reaches_no_weight():
 # Runs ---------------------------------------------------------------------------------------------
 
 
-def train(log_dir, *options):
+def train(log_dir, *words):
     """Train on CartPole in this process."""
-    return ppo.train(ppo.parse_args([*SMALL, "--log-dir", str(log_dir), *options]))
+    return ppo.train(ppo.parse_args([*SMALL, "--log-dir", str(log_dir), *words]))
 
 
 @pytest.fixture(scope="module")
@@ -472,25 +403,14 @@ def test_run_progress(run):
     assert float(rows[-1]["eval_return"]) == run.history[-1]["eval_return"]
 
 
-def test_learning_rate_falls_linearly(run):
-    """--anneal-lr: 1, ¾, ½, ¼ of the learning rate; --no-anneal-lr keeps it."""
-    rates = [row["learning_rate"] for row in run.history[1:]]
-    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
-
-
-def test_learning_rate_without_annealing(tmp_path):
-    """--no-anneal-lr keeps the learning rate."""
-    history = train(tmp_path, "--num-iterations", "2", "--no-anneal-lr").history
-    assert [row["learning_rate"] for row in history] == [1e-3, 1e-3]
-
-
 def test_run_checkpoint(run):
-    """checkpoint.pt loads without running code and holds the model, optimizer and counters."""
+    """checkpoint.pt loads without running code; it has model, optimizer, counters and games."""
     state = torch.load(run.run_dir / "checkpoint.pt", weights_only=True)
     assert state["counters"]["iteration"] == 4 and state["counters"]["global_step"] == 512
     for name, value in run.model.state_dict().items():
         assert torch.equal(state["model"][name], value)
     assert float(state["optimizer"]["state"][0]["step"]) == 4 * 2 * 2
+    assert state["games"].dtype == torch.uint8
     assert not list(run.run_dir.glob("*partial*"))
 
 
@@ -530,8 +450,8 @@ def test_resume(run, tmp_path):
     first = train(tmp_path, "--num-iterations", "2")
     with (first.run_dir / "progress.csv").open("a") as file:
         file.write("3,384\r\n")  # as if the run had gone on after its last checkpoint
-    options = ["--resume", str(first.run_dir), "--num-iterations", "4", "--quiet"]
-    args = ppo.parse_args(options)
+    words = ["--resume", str(first.run_dir), "--num-iterations", "4", "--quiet"]
+    args = ppo.parse_args(words)
     assert args.hidden == [16, 16] and args.num_steps == 32
     second = ppo.train(args)
     assert second.run_dir == first.run_dir
@@ -554,14 +474,6 @@ def test_resume_starts_from_the_checkpoint(run, tmp_path):
     assert progress(copy) == progress(run.run_dir)
 
 
-def test_options_beside_resume_replace_the_runs(tmp_path):
-    """A constant learning rate given beside --resume is the one that is used."""
-    first = train(tmp_path, "--num-iterations", "1", "--no-anneal-lr")
-    options = f"--resume {first.run_dir} --num-iterations 2 --learning-rate 5e-4 --quiet".split()
-    history = ppo.train(ppo.parse_args(options)).history
-    assert [row["learning_rate"] for row in history] == [5e-4]
-
-
 def test_eval(run, capsys, monkeypatch, tmp_path):
     """--eval prints mean ± sd, which are those of the run's own last evaluation."""
     monkeypatch.chdir(tmp_path)
@@ -572,12 +484,22 @@ def test_eval(run, capsys, monkeypatch, tmp_path):
     assert returns.mean() == run.history[-1]["eval_return"]
 
 
+@pytest.mark.parametrize("steps, episode_return, cut", [(1, 1, 2), (2, 3, 0), (9, 3, 0)])
+def test_evaluation_is_cut_off(monkeypatch, steps, episode_return, cut):
+    """An evaluation of episodes of two steps, rewards 1 and 2: the first counts, or its begin."""
+    monkeypatch.setattr(ppo, "EVAL_STEPS", steps)
+    args = options("--env envs:Scripted-v0 --eval-episodes 2")
+    model = ppo.make_model(args)
+    returns, unfinished = ppo.evaluate(model, ppo.make_eval_pool(args, model))
+    assert returns.tolist() == [episode_return] * 2 and unfinished == cut
+
+
 def test_video(run, monkeypatch, tmp_path):
     """--eval --video writes a film of one episode that can be read."""
     cv2 = pytest.importorskip("cv2")
     monkeypatch.chdir(tmp_path)
-    options = ["--eval", str(run.run_dir), "--eval-episodes", "1", "--video"]
-    returns = ppo.evaluate_run(ppo.parse_args(options))
+    words = ["--eval", str(run.run_dir), "--eval-episodes", "1", "--video"]
+    returns = ppo.evaluate_run(ppo.parse_args(words))
     video = cv2.VideoCapture(str(run.run_dir / "video.mp4"))
     readable, picture = video.read()
     frames = video.get(cv2.CAP_PROP_FRAME_COUNT)
@@ -589,13 +511,13 @@ def test_video(run, monkeypatch, tmp_path):
 @pytest.mark.parametrize("save_every, expected", [("2", [2, 4, 5]), ("0", [5])])
 def test_save_every(monkeypatch, tmp_path, save_every, expected):
     """Checkpoints are written every so many iterations, and at the end."""
-    saved, real = [], ppo.save_checkpoint
+    saved, real = [], ppo.Run.save
 
-    def save(*arguments):
-        saved.append(arguments[4]["iteration"])
-        real(*arguments)
+    def save(run, **how):
+        saved.append(run.iteration)
+        real(run, **how)
 
-    monkeypatch.setattr(ppo, "save_checkpoint", save)
+    monkeypatch.setattr(ppo.Run, "save", save)
     train(tmp_path, "--num-iterations", "5", "--save-every", save_every)
     assert sorted(set(saved)) == expected
 
@@ -610,8 +532,8 @@ def test_total_timesteps(monkeypatch, tmp_path):
 
 def test_status_lines(capsys, tmp_path):
     """Without --quiet there is a line per update, and the last line names the run's folder."""
-    options = [*SMALL[:-1], "--log-dir", str(tmp_path), "--num-iterations", "2"]
-    run_dir = ppo.train(ppo.parse_args(options)).run_dir
+    words = [*SMALL[:-1], "--log-dir", str(tmp_path), "--num-iterations", "2"]
+    run_dir = ppo.train(ppo.parse_args(words)).run_dir
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and str(run_dir) in lines[-1]
     for i, line in enumerate(lines[:2], start=1):

@@ -40,9 +40,9 @@ def spy(monkeypatch, name):
     """Have ppo's function `name` keep copies of its arguments and results in the returned list."""
     calls, real = [], getattr(ppo, name)
 
-    def function(*args):
+    def function(*args, **options):
         before = clone(args)
-        result = real(*args)
+        result = real(*args, **options)
         calls.append(SimpleNamespace(args=before, result=clone(result)))
         return result
 
@@ -61,6 +61,16 @@ def lively(monkeypatch):
         return model
 
     monkeypatch.setattr(ppo, "make_model", make_model)
+
+
+def make_model(words="", space=DISCRETE, obs_dim=3):
+    """Return a model with these options, unchecked."""
+    return ppo.Model(obs_dim, space, ppo.make_parser().parse_args(words.split()))
+
+
+def inputs(model, rows):
+    """Return the model's inputs among the rows."""
+    return {name: rows[name] for name in model.inputs}
 
 
 def parse(log_dir, *options):
@@ -109,10 +119,8 @@ def test_running_norm_cut():
     norm.update(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))  # mean 2 and 5, deviation 1 and 0
     close(norm(torch.tensor([[3.5, 5.0], [9.0, 5.0], [-9.0, 5.0]])), [[1.5, 0], [2, 0], [-2, 0]])
     assert ppo.RunningNorm()(torch.tensor(1e6)) == 1e6
-    for model in (
-        ppo.Model(2, DISCRETE, [8], norm_obs=True),
-        ppo.RecurrentModel(2, DISCRETE, "gru", 8, hidden=[8], norm_obs=True),
-    ):
+    for words in ("--norm-obs", "--norm-obs --rnn gru"):
+        model = make_model(words, obs_dim=2)
         assert model.obs_norm(torch.tensor([[99.0, -99.0]])).tolist() == [[10, -10]]
 
 
@@ -135,7 +143,7 @@ def test_norm_obs(monkeypatch, tmp_path, rnn):
 
     monkeypatch.setattr(ppo, "make_model", hooked_model)
     monkeypatch.setattr(ppo.Model, "act", hooked_act)
-    monkeypatch.setattr(ppo, "sampler", lambda model: model.act)  # has a test of its own
+    monkeypatch.setattr(ppo, "fast_act", lambda model: model.act)  # has a test of its own
     rollouts, losses = spy(monkeypatch, "rollout"), spy(monkeypatch, "losses")
     run = train(tmp_path, "--norm-obs", *rnn)
     obs = [rollout.result[0]["obs"].numpy() for rollout in rollouts]  # (T, N, D) per iteration
@@ -252,12 +260,17 @@ def test_statistics_go_on_in_a_resumed_run(normalised_run, tmp_path):
         assert norm.count == 4 * T * N
 
 
-def test_other_statistics_than_the_runs_are_refused(normalised_run, capsys):
-    """--eval with normalisations that the run did not have is an error of one line."""
+@pytest.mark.parametrize(
+    "words", ["--eval {} --no-norm-obs", "--resume {} --learning-rate 5e-4", "--resume {} --seed 2"]
+)
+def test_other_options_than_the_runs_are_refused(normalised_run, capsys, words):
+    """Statistics, or how a run learns, are those of the run: else an error of one line."""
     with pytest.raises(SystemExit) as error:
-        ppo.parse_args(["--eval", str(normalised_run.run_dir), "--no-norm-obs"])
+        ppo.parse_args(words.format(normalised_run.run_dir).split())
     assert error.value.code == 2
-    assert re.fullmatch(r"ppo.py: error: argument --eval: .*\n", capsys.readouterr().err)
+    name = words.split()[2].replace("--no-", "--")
+    pattern = rf"ppo.py: error: argument {name}: the run has .*\n"
+    assert re.fullmatch(pattern, capsys.readouterr().err)
 
 
 # Normalised values --------------------------------------------------------------------------------
@@ -266,7 +279,7 @@ def test_other_statistics_than_the_runs_are_refused(normalised_run, capsys):
 @pytest.mark.parametrize("shared", [False, True])
 def test_popart_keeps_the_values(shared):
     """V(s) = μ + σ V_normalised(s) stays the same when μ and σ change."""
-    model = ppo.Model(3, DISCRETE, [8], shared, norm_value=True)
+    model = make_model("--norm-value" + " --shared-net" * shared)
     obs, generator = torch.randn(20, 3), torch.Generator().manual_seed(0)
 
     def values():
@@ -276,7 +289,10 @@ def test_popart_keeps_the_values(shared):
     for mean, std in ((100.0, 7.0), (-3.0, 0.1), (0.0, 50.0)):
         rows.append(mean + std * torch.randn(30, generator=generator))
         statistics = clone(model.value_norm)
-        model.update_value_norm(rows[-1])
+        batch = {"values": values(), "returns": rows[-1]}
+        ppo.normalise_values(model, batch, rows[-1])
+        close(batch["values"], model(obs)[1], atol=1e-4)
+        close(model.value_norm.mean + model.value_norm.std * batch["returns"], rows[-1], atol=1e-4)
         assert model.value_norm.mean != statistics.mean and model.value_norm.var != statistics.var
         close(values(), before, atol=1e-4)
         close(model.value_norm.mean, torch.cat(rows).mean())
@@ -296,7 +312,7 @@ def test_norm_value(monkeypatch, tmp_path, rnn):
         mean, std = model.value_norm.mean, (model.value_norm.var + 1e-8).sqrt()
         assert i == 0 or (mean > 2 and std > 1)  # rewards of about 6
         with torch.no_grad():
-            values = model(*(buffer[name] for name in model.inputs))[1]
+            values = model(**inputs(model, buffer))[1]
             close(buffer["values"], mean + std * values)
             if not rnn:
                 close(buffer["next_values"], mean + std * model(buffer["final_obs"])[1])
@@ -310,7 +326,7 @@ def test_norm_value(monkeypatch, tmp_path, rnn):
         for name in ("returns", "values"):
             close(batch[name], (made.result[name] - mean) / std)
         # The values that clipping compares with are those of the model after PopArt.
-        close(batch["values"], model(*(batch[name] for name in model.inputs))[1])
+        close(batch["values"], model(**inputs(model, batch))[1])
         assert torch.equal(batch["advantages"], made.result["advantages"])
     first = updates[0].args[2]["returns"]
     close(first.mean(), 0.0)
@@ -323,12 +339,11 @@ def test_norm_value(monkeypatch, tmp_path, rnn):
 # Advantages ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rnn", [[], ["--rnn", "lstm"]])
 @pytest.mark.parametrize("where", ["minibatch", "batch", "off"])
-def test_norm_adv(monkeypatch, tmp_path, where, rnn):
+def test_norm_adv_of_sequences(monkeypatch, tmp_path, where):
     """Advantages have mean 0 and deviation 1 in each minibatch, over the rollout, or neither."""
     updates, losses = spy(monkeypatch, "update"), spy(monkeypatch, "losses")
-    train(tmp_path, "--norm-adv", where, "--num-iterations", "1", *rnn)
+    train(tmp_path, "--norm-adv", where, "--num-iterations", "1", "--rnn", "lstm")
     raw = updates[0].args[2]["advantages"].flatten()
     minibatches = [call.args[1]["advantages"].flatten() for call in losses]
     assert [len(mb) for mb in minibatches] == [T * N // 2] * 4
@@ -463,9 +478,10 @@ def test_linear_and_constant_rates(monkeypatch, tmp_path, options, factors, valu
     """Both groups' rates fall linearly or stay; the value function's may be one of its own."""
     rates, options = group_rates(monkeypatch), options.split()
     options += ["--value-learning-rate", str(value_rate)] if value_rate else []
-    train(tmp_path, *options)
+    history = train(tmp_path, *options).history
     expected = [[1e-2 * factor, (value_rate or 1e-2) * factor] for factor in factors]
     np.testing.assert_allclose(rates, expected)
+    np.testing.assert_allclose([row["learning_rate"] for row in history], np.array(rates)[:, 0])
 
 
 @pytest.mark.parametrize("rnn", [[], ["--rnn", "lstm"]])
@@ -527,9 +543,8 @@ def update_args(**changes):
     """Return the arguments of `update`."""
     args = {"update_epochs": 1, "num_minibatches": 1, "norm_adv": "off", "clip_coef": 0.2}
     args |= {"clip_vloss": False, "vf_coef": 0.5, "ent_coef": 0.01, "max_grad_norm": 1e9}
-    return SimpleNamespace(
-        **(args | {"target_kl": None, "kl_coef": 0.0, "adaptive_lr": None} | changes)
-    )
+    args |= {"target_kl": None, "kl_coef": 0.0, "adaptive_lr": None, "baseline": True}
+    return SimpleNamespace(**args | changes)
 
 
 def kl_batch(model):
@@ -543,7 +558,7 @@ def kl_batch(model):
 def test_kl_coef_adds_the_kl_to_the_loss():
     """One SGD step with rate 1: β moves the parameters by −β ∇KL(π_old, π) more."""
     torch.manual_seed(0)
-    start, changes, beta = ppo.Model(3, DISCRETE, [8]), [], 0.7
+    start, changes, beta = make_model("--hidden 8"), [], 0.7
     for kl_coef in (0.0, beta):
         model, generator = clone(start), torch.Generator()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -563,7 +578,7 @@ def test_kl_coef_holds_the_policy():
     distances = []
     for kl_coef in (0.0, 1.0, 100.0):
         torch.manual_seed(0)
-        model = ppo.Model(3, DISCRETE, [8])
+        model = make_model("--hidden 8")
         model.head.logits.bias.data = OLD.log()
         model.head.logits.weight.data.zero_()
         args = update_args(kl_coef=kl_coef, update_epochs=50, clip_coef=10.0)
@@ -628,12 +643,17 @@ def is_orthogonal(W, gain):
     close(product, gain**2 * torch.eye(len(product)))
 
 
-@pytest.mark.parametrize("options", ["", "--layer-norm --activation relu", "--shared-net"])
+BOX_OPTIONS = "--env envs_tricks:NoiseBox-v0 --init-log-std -0.7"
+
+
+@pytest.mark.parametrize(
+    "options", ["", "--layer-norm --activation relu", "--shared-net", BOX_OPTIONS]
+)
 @pytest.mark.parametrize("rnn", ["", "--rnn gru --rnn-size 5", "--rnn lstm --rnn-size 5"])
 def test_initialisation(tmp_path, options, rnn):
     """Orthogonal weights of gain √2, 0.01 (policy) and 1 (value, memory); zero biases."""
     model = ppo.make_model(parse(tmp_path, *options.split(), *rnn.split()))
-    gains, linear = {model.head.logits: 0.01, model.value: 1.0}, []
+    gains, linear = {[*model.head.children()][0]: 0.01, model.value: 1.0}, []
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
             linear.append(layer)
@@ -641,6 +661,8 @@ def test_initialisation(tmp_path, options, rnn):
             assert (layer.bias == 0).all()
     shared = "--shared-net" in options
     assert len(linear) == 2 + (2 if shared else 4) and (model.critic is model.actor) == shared
+    if options == BOX_OPTIONS:
+        assert model.head.log_std.tolist() == pytest.approx([-0.7, -0.7])
     if rnn:
         for name, parameter in model.memory.named_parameters():
             if "bias" in name:
@@ -721,7 +743,7 @@ def test_actor_critic_gradient(monkeypatch, tmp_path, variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_vanilla_policy_gradient(monkeypatch, tmp_path, variant):
     """Without baseline, λ = 1: −E[∇log π Σ γ^k r_{t+k}]; the value function does not move."""
-    options = "--no-baseline --gae-lambda 1 --vf-coef 0 --ent-coef 0".split()
+    options = "--no-baseline --gae-lambda 1 --ent-coef 0".split()
     options += VARIANTS[variant].split()
     buffer, model, changes = sgd_step(monkeypatch, tmp_path, *options)
     logp, *_ = textbook(model, buffer["obs"], buffer["actions"])
@@ -773,10 +795,11 @@ def stepwise(model, buffers):
 
     The memory is a GRUCell or LSTMCell with the model's own parameters; (T, N) over all rollouts.
     """
-    lstm = isinstance(model.memory, nn.LSTM)
-    cell = (nn.LSTMCell if lstm else nn.GRUCell)(3, model.memory.hidden_size)
+    rnn = model.memory.rnn
+    lstm = isinstance(rnn, nn.LSTM)
+    cell = (nn.LSTMCell if lstm else nn.GRUCell)(3, rnn.hidden_size)
     for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
-        setattr(cell, name, getattr(model.memory, f"{name}_l0"))
+        setattr(cell, name, getattr(rnn, f"{name}_l0"))
     rows = {name: torch.cat([b[name] for b in buffers]) for name in buffers[0]}
     results = []
     for n in range(N):
@@ -815,33 +838,33 @@ def test_memory_over_rollouts(monkeypatch, tmp_path, rnn, options):
     # The memory goes on from rollout to rollout, and is not always new there.
     first, second = buffers
     assert first["state"].shape == (T, N, 16 if rnn == "lstm" else 8)
-    assert torch.equal(second["state"][0], first["next_state"][-1])
-    assert torch.equal(first["state"][1:], first["next_state"][:-1])
-    assert not second["starts"][0].all() and (second["state"][0] != 0).all()
     ended = first["terminated"] | first["truncated"]
-    assert torch.equal(first["starts"][1:], ended[:-1]) and first["starts"][0].all()
-    assert torch.equal(second["starts"][0], ended[-1])
+    following = torch.cat([first["state"][1:], second["state"][:1]])
+    assert torch.equal(following, first["next_state"] * ~ended[..., None])
+    starts = torch.cat([first["starts"], second["starts"][:1]])
+    assert torch.equal(starts[1:], ended) and starts[0].all() and not starts[-1].all()
+    assert (second["state"][0][~ended[-1]] != 0).all()
 
 
 @pytest.mark.parametrize("rnn", RNNS)
 def test_memory_is_reset_at_starts(rnn):
     """An episode's memory depends on its own observations only, from its first to its last."""
     torch.manual_seed(0)
-    model = ppo.RecurrentModel(3, DISCRETE, rnn, 4, hidden=[8])
+    memory = make_model(f"--rnn {rnn} --rnn-size 4").memory
     size = 8 if rnn == "lstm" else 4
     obs, other = torch.randn(2, 6, 2, 3)
     other[3:, 0] = obs[3:, 0]  # the second episode of sequence 0 begins at step 3
     starts = torch.zeros(6, 2, dtype=torch.bool)
     starts[3, 0] = True
     (h, state), (h_other, state_other) = (
-        model.remember(x, starts, torch.randn(2, size)) for x in (obs, other)
+        memory(x, starts, torch.randn(2, size)) for x in (obs, other)
     )
     assert torch.equal(h[3:, 0], h_other[3:, 0]) and torch.equal(state[0], state_other[0])
     assert (h[:3] != h_other[:3]).all() and (h[:, 1] != h_other[:, 1]).all()
-    alone, _ = model.remember(obs[3:, :1], starts[3:, :1], torch.randn(1, size))
+    alone, _ = memory(obs[3:, :1], starts[3:, :1], torch.randn(1, size))
     close(alone[:, 0], h[3:, 0])
     starts[0] = True  # then the state before does not count at all
-    memories = [model.remember(obs, starts, torch.randn(2, size))[0] for _ in range(2)]
+    memories = [memory(obs, starts, torch.randn(2, size))[0] for _ in range(2)]
     assert torch.equal(*memories)
 
 
@@ -849,7 +872,7 @@ def test_memory_is_reset_at_starts(rnn):
 def test_gradients_flow_through_time(rnn):
     """A value's gradient reaches the first observation of its episode, and none before."""
     torch.manual_seed(0)
-    model = ppo.RecurrentModel(3, DISCRETE, rnn, 4, hidden=[8])
+    model = make_model(f"--rnn {rnn} --rnn-size 4")
     obs, starts = torch.randn(6, 1, 3, requires_grad=True), torch.zeros(6, 1, dtype=torch.bool)
     starts[0] = starts[2] = True
     state = torch.zeros(6, 1, 8 if rnn == "lstm" else 4)
@@ -869,7 +892,7 @@ def test_recurrent_actor_critic_gradient(monkeypatch, tmp_path, rnn):
     policy_loss = -(logp * (targets - values.detach())).mean()
     value_loss = 0.5 * (values - targets).square().mean()
     assert_steps(model, changes, policy_loss + 0.7 * value_loss - 0.05 * entropy.mean())
-    assert changes["memory.weight_hh_l0"].abs().max() > 1e-3
+    assert changes["memory.rnn.weight_hh_l0"].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("rnn", RNNS)
@@ -914,10 +937,10 @@ def test_recurrent_run_is_reproducible(recurrent_run, tmp_path, options):
 def test_recurrent_evaluations_repeat(recurrent_run):
     """What a pool's memory holds from one evaluation does not count in the next."""
     args = ppo.parse_args(["--eval", str(recurrent_run.run_dir)])
-    with ppo.closing(ppo.make_eval_pool(args)) as pool:
-        first = ppo.evaluate(recurrent_run.model, pool, pool.arrays)
+    with ppo.closing(ppo.make_eval_pool(args, recurrent_run.model)) as pool:
+        first, _ = ppo.evaluate(recurrent_run.model, pool)
         pool.arrays["next_state"][:] = 5.0
-        second = ppo.evaluate(recurrent_run.model, pool, pool.arrays)
+        second, _ = ppo.evaluate(recurrent_run.model, pool)
     assert first.tolist() == second.tolist()
 
 
@@ -949,7 +972,7 @@ def play_literal(model, env, seed):
     state, total, ended = None, 0.0, False
     while not ended:
         x = torch.tensor(obs, dtype=torch.float32).view(1, 1, -1)
-        h, state = model.memory(x, state)
+        h, state = model.memory.rnn(x, state)
         action = int(model.head.logits(model.actor(h[0, 0])).argmax())
         obs, reward, terminated, truncated, _ = env.step(action)
         total, ended = total + reward, terminated or truncated
@@ -991,9 +1014,3 @@ def test_adaptive_lr_needs_more_than_one_step(capsys, tmp_path):
     with pytest.raises(SystemExit):
         parse(tmp_path, *options)
     assert "argument --adaptive-lr" in capsys.readouterr().err
-
-
-def test_no_baseline_trains_no_value_function(tmp_path):
-    """Without a baseline nothing pulls at V, nor at the layers that it shares with the policy."""
-    assert parse(tmp_path, "--no-baseline").vf_coef == 0
-    assert parse(tmp_path).vf_coef > 0
