@@ -51,8 +51,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import deque
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import cv2
@@ -68,7 +67,8 @@ from torch import nn
 def make_parser():
     """Return the parser of the command line."""
     about, style = "PPO for Atari games", argparse.ArgumentDefaultsHelpFormatter
-    parser = Parser("ppo_atari.py", description=about, allow_abbrev=False, formatter_class=style)
+    options = {"description": about, "formatter_class": style, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(Path(__file__).name, argparse.SUPPRESS, **options)
     add_common_options(parser)
     option = functools.partial(add_option, parser.add_argument_group("ppo_atari.py"))
     text = "game: Breakout, BreakoutNoFrameskip-v4 and ALE/Breakout-v5 are the same"
@@ -102,8 +102,7 @@ def num_cores():
 def add_common_options(parser):
     """Add the options that all scripts of the family share, with the defaults of ppo.py."""
     natural, count, many = number(int, 0), number(int, 1), number(int, 1, 100_000)
-    positive, coefficient, fraction = number(float, above=0), number(float, 0), number(float, 0, 1)
-
+    positive, coefficient, fraction = number(float, 1e-12), number(float, 0), number(float, 0, 1)
     option = functools.partial(add_option, parser.add_argument_group("run"))
     option("--seed", number(int, 0, 2**63 - 1), 1, "seed of all generators")
     option("--device", str, "auto", "auto, cpu, cuda or mps; auto is cpu, for Atari cuda if there")
@@ -113,28 +112,27 @@ def add_common_options(parser):
     option("--eval-every", natural, 0, "iterations between evaluations; 0: never")
     option("--eval-episodes", many, 16, "episodes of an evaluation")
     option("--save-every", natural, 50, "iterations between checkpoints; 0: only at the end")
-    option("--resume", str, None, "go on with the run in this folder, with its options")
-    option("--eval", str, None, "evaluate the run in this folder (its mode), print mean ± sd, stop")
+    exclusive = functools.partial(add_option, parser.add_mutually_exclusive_group())
+    exclusive("--resume", str, None, "go on with the run in this folder, with its options")
+    exclusive("--eval", str, None, "evaluate the run in this folder (its mode), print mean ± sd")
     option("--sample", None, False, "with --eval: sample actions instead of taking the mode")
     option("--video", None, False, "with --eval: also write video.mp4")
     option("--export-onnx", None, False, "with --eval: also write policy.onnx, from obs to action")
     option("--quiet", None, False, "print no status lines")
-
-    group = parser.add_argument_group("sampling")
-    add_option(group, "--num-envs", many, 4, "N, games (actors) side by side; 4 to 64 usual")
-    option = functools.partial(add_option, group.add_mutually_exclusive_group())
+    option = functools.partial(add_option, parser.add_mutually_exclusive_group())
     option("--total-timesteps", count, None, "length of the run in steps of all games together")
     option("--num-iterations", count, None, "length of the run in iterations")
-
     option = functools.partial(add_option, parser.add_argument_group("PPO"))
+    option("--num-envs", many, 4, "N, games (actors) side by side; 4 to 64 usual")
     option("--learning-rate", positive, 2.5e-4, "Adam's step size; 1e-5 to 1e-3 usual")
     option("--anneal-lr", bool, True, "lower the learning rate linearly to 0 over the run")
     option("--gamma", fraction, 0.99, "γ, discount per step; 0.9 to 0.9997 usual")
     option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
     option("--num-minibatches", count, 4, "B, minibatches per epoch; divides the number of rows")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
-    text, choices = "set in which advantages are normalised", ("minibatch", "batch", "off")
-    option("--norm-adv", str, "minibatch", text, choices=choices)
+    option(
+        "--norm-adv", str, "minibatch", "normalise Â in a", choices=("minibatch", "batch", "off")
+    )
     option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
     option("--clip-vloss", bool, True, "clip the change of the value by ε too")
     option("--ent-coef", coefficient, 0.01, "c_e, weight of the entropy bonus; 0 to 0.01 usual")
@@ -266,19 +264,15 @@ def finish(model, buffer):
 
 
 def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
-    """Generalized advantage estimation (Schulman et al. 2016). All tensors are (T, N).
-
-    `next_values[t]` is V of the state that step t led to; it counts for nothing where the episode
-    `terminated`. The sum over later steps stops at either kind of end.
-    """
+    """Generalized advantage estimation; all tensors are (T, N). `next_values[t]` is V of where step
+    t led: nothing if it `terminated` the episode. Both kinds of end stop the sum over steps."""
     for tensor in (values, next_values, terminated, truncated):
         assert tensor.shape == rewards.shape
     # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
     deltas = rewards + gamma * next_values * ~terminated - values
     # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
     decay = gamma * gae_lambda * ~(terminated | truncated)
-    advantages = torch.empty_like(rewards)
-    advantage = torch.zeros_like(rewards[0])
+    advantages, advantage = torch.empty_like(rewards), torch.zeros_like(rewards[0])
     for t in reversed(range(len(rewards))):
         advantages[t] = advantage = torch.addcmul(deltas[t], decay[t], advantage)
     return advantages
@@ -298,8 +292,7 @@ def make_batch(buffer, inputs, args):
 
 def explained_variance(batch):
     """1 − Var(R − V) / Var(R): 1 is a perfect value function, 0 no better than a constant."""
-    variance = batch["returns"].var()
-    unexplained = (batch["returns"] - batch["values"]).var()
+    unexplained, variance = (batch["returns"] - batch["values"]).var(), batch["returns"].var()
     return float(1 - unexplained / variance) if variance > 0 else math.nan
 
 
@@ -307,12 +300,9 @@ def explained_variance(batch):
 
 
 def losses(model, batch, clip_coef, clip_vloss):
-    """PPO's loss terms, row by row.
-
-    `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), logprobs, values,
-    advantages, returns (M,). Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,);
-    (T, M) instead of (M,) with a recurrent policy.
-    """
+    """PPO's loss terms, row by row. `batch` holds obs (M, ...) and the model's other inputs,
+    actions (M, ...), logprobs, values, advantages, returns (M,). Returns pg_loss, v_loss, entropy
+    and logratio = log r_t(θ), each (M,); (T, M) instead of (M,) with a recurrent policy."""
     pi, values = model(**{name: batch[name] for name in model.inputs})
     logratio = model.head.log_prob(pi, batch["actions"]) - batch["logprobs"]
     advantages, returns = batch["advantages"], batch["returns"]
@@ -330,10 +320,9 @@ def losses(model, batch, clip_coef, clip_vloss):
 
 
 def policy_change(logratio, clip_coef):
-    """Return approx_kl and clipfrac, the share of rows whose ratio is beyond 1 ± ε."""
+    """Return approx_kl, without bias and never negative, and clipfrac: the share beyond 1 ± ε."""
     ratio = logratio.exp()
-    # E[r − 1 − log r] estimates KL(π_old, π) without bias and is never negative.
-    approx_kl = (ratio - 1 - logratio).mean()
+    approx_kl = (ratio - 1 - logratio).mean()  # E[r − 1 − log r] estimates KL(π_old, π)
     return approx_kl, ((ratio - 1).abs() > clip_coef).float().mean()
 
 
@@ -373,16 +362,13 @@ def normalised(advantages):
 def take_step(optimizer, loss, max_grad_norm):
     """Take an optimizer step down the clipped gradient of the loss."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.zero_()  # not None: the gradient is a view of its vector, see `flatten`
+    optimizer.zero_grad(set_to_none=False)  # the gradients are views, see `make_optimizer`
     loss.backward()
     for parameter in parameters:
         averaged(parameter.grad)
     norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
     if not torch.isfinite(norm):  # before it reaches the weights
-        problem = f"loss {loss.item()}, its gradient is not finite: lower the learning rate?"
-        raise FloatingPointError(problem)
+        raise FloatingPointError(f"loss {loss}, gradient is not finite: lower the learning rate?")
     optimizer.step()
 
 
@@ -498,9 +484,7 @@ def layer_init(layer, gain=2**0.5):
 
 class Categorical(nn.Module):
     """Policy head for Discrete, MultiDiscrete, MultiBinary: independent choices, logits in a row.
-
-    `options` are the choices' numbers of options, [n] for Discrete(n); `shape` is an action's.
-    """
+    `options` are the choices' numbers of options, [n] for Discrete(n); `shape` is an action's."""
 
     def __init__(self, features, options, shape=()):
         super().__init__()
@@ -514,8 +498,7 @@ class Categorical(nn.Module):
         logits = self.logits(h)
         if action_mask is not None:  # a probability of exactly 0, and 0 log 0 = 0, unlike with −∞
             logits = logits.where(action_mask, -1e8)
-        parts = logits.split(self.options, dim=-1)
-        return torch.cat([part.log_softmax(dim=-1) for part in parts], dim=-1)
+        return torch.cat([part.log_softmax(-1) for part in logits.split(self.options, -1)], -1)
 
     def noise(self, batch, generator):
         """Standard Gumbel noise, (batch, n)."""
@@ -523,8 +506,8 @@ class Categorical(nn.Module):
 
     def sample(self, logp, noise=None):
         """Actions (M, ...): argmax(log π + Gumbel noise) has the law of π; no noise: the mode."""
-        parts = (logp if noise is None else logp + noise).split(self.options, dim=-1)
-        actions = torch.stack([part.argmax(dim=-1) for part in parts], dim=-1)
+        parts = (logp if noise is None else logp + noise).split(self.options, -1)
+        actions = torch.stack([part.argmax(-1) for part in parts], -1)
         return actions.view(*logp.shape[:-1], *self.shape)
 
     def log_prob(self, logp, action):
@@ -541,11 +524,8 @@ class Categorical(nn.Module):
 
 
 def make_optimizer(model):
-    """Return Adam with two groups, of the policy and of the value function, each one vector.
-
-    The model's parameters and gradients become views of the vectors: Adam, the gradient's norm and
-    its clipping work on two tensors instead of many small ones.
-    """
+    """Return Adam with two groups, policy and value function, each one vector, of which the model's
+    parameters become views: Adam and clipping work on two tensors instead of many small ones."""
     critic = [model.value] if model.critic is model.actor else [model.value, model.critic]
     value = [parameter for part in critic for parameter in part.parameters()]
     policy, vectors = [p for p in model.parameters() if p not in set(value)], []
@@ -803,30 +783,25 @@ class GameError(RuntimeError):
 
 
 class WorkerPool:
-    """N games in `num_workers` processes, or in this process with 0.
-
-    `make_games(rows, arrays)` makes the games of one worker, whose `call` carries out commands.
-    What games and policy show each other is in `arrays`, in memory that all processes share; only
-    commands and answers go through pipes. Raises GameError when a game raises or a worker dies.
-    """
+    """N games in `num_workers` processes, 0: in this one, made by `make_games(rows, arrays)`.
+    What games and policy show each other is in `arrays`, which all processes share; only commands
+    and answers go through pipes. Raises GameError when a game raises or a worker dies."""
 
     def __init__(self, make_games, layout, num_envs, num_workers, start_method=None):
         # A fork shares the memory of all imported libraries, but is safe on Linux only.
         start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
-        context, buffers = multiprocessing.get_context(start_method), {}
+        context, shared, self.workers = multiprocessing.get_context(start_method), {}, []
         for name, (shape, dtype) in layout.items():
             size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
-            buffers[name] = context.RawArray("b", size), shape, dtype
-        self.arrays, self.workers = view(buffers), []
+            shared[name] = shape, dtype, context.RawArray("b", size)
+        self.arrays = {name: np.ndarray(*array) for name, array in shared.items()}
         self.games = None if num_workers else make_games(range(num_envs), self.arrays)
         for rows in np.array_split(range(num_envs), min(num_workers, num_envs) or 1)[:num_workers]:
             pipe, remote = context.Pipe()
-            process = context.Process(
-                target=work, args=(remote, make_games, rows, buffers), daemon=True
-            )
-            process.start()
+            arguments = remote, make_games, rows, shared
+            self.workers.append((pipe, context.Process(target=work, args=arguments, daemon=True)))
+            self.workers[-1][1].start()
             remote.close()
-            self.workers.append((pipe, process))
 
     def call(self, command, *arguments):
         """Have all games carry out a command. Returns the list of the workers' answers."""
@@ -842,51 +817,40 @@ class WorkerPool:
                 answers += [pipe.recv()] if pipe.poll() else []
             if len(answers) == i:
                 process.join()
-                answers.append(GameError(f"worker {i} died with exit code {process.exitcode}"))
-        for answer in answers:
-            if isinstance(answer, GameError):
-                raise answer
+                raise GameError(f"worker {i} died with exit code {process.exitcode}")
+            if isinstance(answers[i], GameError):
+                raise answers[i]
         return answers
 
     def close(self):
         """Close the games and end the processes, also those that do not answer."""
         if self.games is not None:
             self.games.call("close")
-        for pipe, _ in self.workers:
-            with suppress(OSError):
-                pipe.send(("close",))
         end = time.monotonic() + 5
-        try:
+        with ExitStack() as stack:  # its end, reached by Ctrl-C too, kills whoever does not
+            for pipe, process in self.workers:
+                stack.callback(process.join)
+                stack.callback(process.kill)
+                with suppress(OSError):
+                    pipe.send(("close",))
             for _, process in self.workers:
                 process.join(max(0, end - time.monotonic()))
-        finally:
-            for _, process in self.workers:
-                process.kill()
-                process.join()
 
 
-def work(pipe, make_games, rows, buffers):
+def work(pipe, make_games, rows, shared):
     """Be a worker: make its games, then have them carry out one command after the other."""
     for signum in (signal.SIGINT, signal.SIGTERM):  # these are for the main process to handle
         signal.signal(signum, signal.SIG_IGN)
     parent, command = multiprocessing.parent_process().sentinel, None
     try:
-        games = make_games(rows, view(buffers))
+        games = make_games(rows, {name: np.ndarray(*array) for name, array in shared.items()})
         while command != "close" and pipe in multiprocessing.connection.wait([pipe, parent]):
             command, *arguments = pipe.recv()
             pipe.send(games.call(command, *arguments))
     except BaseException as error:  # also what would end a process without a word
-        error = error if isinstance(error, GameError) else game_error("a worker failed", error)
         with suppress(OSError):  # the parent is gone
-            pipe.send(error)
-
-
-def view(buffers):
-    """Return {name: NumPy array} over the shared {name: (buffer, shape, dtype)}."""
-    return {
-        name: np.frombuffer(buffer, dtype, math.prod(shape)).reshape(shape)
-        for name, (buffer, shape, dtype) in buffers.items()
-    }
+            known = isinstance(error, GameError)
+            pipe.send(error if known else game_error("a worker failed", error))
 
 
 def game_error(what, error):
@@ -932,9 +896,8 @@ def own_rows(minibatch, axis=0):
 def gathered(buffer):
     """Return a buffer, tensors (T, N, ...), with the games of all ranks side by side."""
     parts = gathered_objects(buffer)
-    return {
-        name: torch.cat([p[name] for p in parts], dim=1) for name in buffer if parts[1:]
-    } or buffer
+    joined = {name: torch.cat([p[name] for p in parts], dim=1) for name in buffer if parts[1:]}
+    return joined or buffer
 
 
 def gathered_objects(value):
@@ -956,66 +919,58 @@ def averaged(tensor):
 # ------------------------------------------------------------------------------------ run folder
 
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
-CHARTS = "sps episodic_return episodic_length eval_return learning_rate".split()
+CHARTS = "episodic_return episodic_length eval_return learning_rate".split()
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()
-COLUMNS = ["iteration", "global_step", "wall_seconds", *CHARTS, *LOSSES]  # of progress.csv
+COLUMNS = [*COUNTERS, "sps", *CHARTS, *LOSSES]  # of progress.csv
 
 
-class Run:
-    """A run of `train`: its games, counters and folder, and what ends it.
+class Run(AbstractContextManager):
+    """A run of `train`: its games (`pool`), counters, folder, logged rows (`history`), and the
+    `signal` that stopped it, or None. The end of the `with` block saves and closes everything."""
 
-    The end of the `with` block saves a checkpoint and closes everything. `pool` has the games,
-    `history` the logged rows; `signal` is the one that stopped the run, or None.
-    """
+    iteration = property(lambda run: run.counters["iteration"])  # how many are complete
+
+    @functools.cached_property
+    def eval_pool(self):
+        """The pool of evaluation games, made for the first evaluation."""
+        return self.stack.enter_context(closing(make_eval_pool(self.args, self.model)))
 
     def __init__(self, args, model, optimizer, generator):
         self.args, self.model, self.optimizer, self.generator = args, model, optimizer, generator
-        self.counters, self.history, self.recent = dict(COUNTERS), [], deque(maxlen=100)
+        self.counters, self.history, self.recent = dict(COUNTERS), [], []
         self.signal, self.saved, self.run_dir = None, None, Path(args.resume or run_path(args))
-
-    def __enter__(self):
-        args = self.args
         with ExitStack() as self.stack:  # which closes what is open if this block fails
-            if rank() == 0 and not args.quiet:
-                self.stack.callback(print, f"run folder: {self.run_dir}")
-            self.listen()
-            games = self.restore() if args.resume else None
-            if num_ranks() > 1:  # they start from rank 0's parameters
-                backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-                dist.init_process_group(backend, timeout=datetime.timedelta(days=1))
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                if threading.current_thread() is threading.main_thread():
+                    self.stack.callback(signal.signal, signum, signal.signal(signum, self.stop))
+            arrays, states = self.restore() if args.resume else ({}, None)
+            if num_ranks() > 1:
+                dist.init_process_group(timeout=datetime.timedelta(days=1))
                 self.stack.callback(dist.destroy_process_group)
-                for tensor in self.model.state_dict().values():
-                    dist.broadcast(tensor, 0)
             seeds = game_seeds(args, self.counters["starts"])
-            self.pool = make_pool(args, self.model, seeds, args.num_workers)
-            self.stack.enter_context(closing(self.pool))
+            pool = make_pool(args, model, seeds, args.num_workers)
+            self.pool = self.stack.enter_context(closing(pool))
             if rank() == 0:
                 self.open_files()
-            if games:
-                self.recent = games["recent"]
-                for name, array in games["arrays"].items():
-                    self.pool.arrays[name][:] = array
-            self.pool.call("start", games and games["states"])
-            self.resumed_at, self.began = self.iteration, time.perf_counter()
+            for name, array in arrays.items():
+                self.pool.arrays[name][:] = array
+            self.pool.call("start", states)
             self.stack = self.stack.pop_all()
-        return self
 
     def __exit__(self, kind, *_):
         with self.stack:
             if kind in (None, GameError):  # the last iteration is complete
                 self.save(with_games=kind is None)
             if kind is KeyboardInterrupt:
-                report(f"stopped at once, the checkpoint is that of iteration {self.saved}")
+                report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
 
-    @property
-    def iteration(self):
-        """How many iterations are complete."""
-        return self.counters["iteration"]
-
-    @functools.cached_property
-    def eval_pool(self):
-        """The pool of evaluation games, made for the first evaluation."""
-        return self.stack.enter_context(closing(make_eval_pool(self.args, self.model)))
+    def stop(self, signum, _):
+        """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
+        if self.signal is None:
+            self.signal, self.asked = signum, time.monotonic()
+            report("stopping after this iteration; Ctrl-C once more to stop now")
+        elif signum == signal.SIGINT and num_ranks() == 1 and time.monotonic() > self.asked + 1:
+            raise KeyboardInterrupt
 
     def goes_on(self):
         """Return whether there is another iteration, whose time begins now."""
@@ -1027,16 +982,13 @@ class Run:
         return self.iteration < self.args.num_iterations and not agreed
 
     def end_iteration(self, row, episodes, tags=None, **counts):
-        """Add up the `counts`, log the iteration's row, save if it is time for that.
-
-        `episodes` are the (return, length) of those that ended.
-        """
+        """Add up the `counts`, log the row and the episodes' (return, length), save at times."""
         seconds = time.perf_counter() - self.started
         for name, count in (counts | {"iteration": 1, "wall_seconds": seconds}).items():
             self.counters[name] += count
-        self.recent += episodes
-        means = np.mean(self.recent, axis=0).tolist() if self.recent else (math.nan, math.nan)
-        row |= self.counters | {"episodic_return": means[0], "episodic_length": means[1]}
+        self.recent = (self.recent + episodes)[-100:]
+        means = np.mean(self.recent or [(math.nan, math.nan)], axis=0).tolist()
+        row |= self.counters | dict(zip(("episodic_return", "episodic_length"), means))
         row["sps"] = round(counts["global_step"] / seconds)
         row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         self.log(row, tags)
@@ -1044,9 +996,7 @@ class Run:
             self.save()
 
     def log(self, row, tags=None):
-        """Evaluate if it is time for that. Write a row to progress.csv, print it; TensorBoard also
-        gets {tag: value}.
-        """
+        """Evaluate if it is due, write and print the row; TensorBoard also gets {tag: value}."""
         args, done, total = self.args, self.iteration, self.args.num_iterations
         self.history.append(row)
         if rank() > 0:
@@ -1054,23 +1004,22 @@ class Run:
         try:
             if args.eval_every and (done % args.eval_every == 0 or done == total):
                 returns, cut = evaluate(self.model, self.eval_pool, run=self)
-                row |= {} if self.signal else {"eval_return": float(returns.mean()), "cut": cut}
+                row |= {} if self.signal else {"eval_return": float(returns.mean())}
+                row |= {"eval_cut": cut} if cut else {}
         finally:
             self.writer.writerow(row)
-            self.csv.flush()
         tags = {f"charts/{name}": row.get(name) for name in CHARTS} | (tags or {})
-        tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
+        tags |= {f"losses/{name}": row.get(name) for name in LOSSES} | {
+            "charts/SPS": row.get("sps")
+        }
         for tag, value in tags.items():
             if value is not None and math.isfinite(value):
                 self.events.add_scalar(tag, value, row["global_step"])
         line = f"update {done}/{total}  steps {row['global_step']:,}"
-        for name, form in {"sps": ",", "episodic_return": ".4g", "eval_return": ".4g"}.items():
-            line += f"  {name} {row[name]:{form}}" if name in row else ""
-        line += f" ({row['cut']} episodes cut off)" if row.get("cut") else ""
-        if done > self.resumed_at:
-            seconds = (time.perf_counter() - self.began) / (done - self.resumed_at) * (total - done)
-            line += f"  ETA {datetime.timedelta(seconds=round(seconds))}"
-        args.quiet or print(line, flush=True)
+        for name in ("sps", "episodic_return", "eval_return", "eval_cut"):
+            line += f"  {name} {row[name]:,.6g}" if name in row else ""
+        left = round(row["wall_seconds"] / max(done, 1) * (total - done))
+        args.quiet or print(f"{line}  ETA {datetime.timedelta(seconds=left)}", flush=True)
 
     def open_files(self):
         """Write config.json, open progress.csv and TensorBoard's file."""
@@ -1078,71 +1027,53 @@ class Run:
 
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = {name: value for name, value in vars(self.args).items() if name not in NOT_KEPT}
-        config = {"options": options, "command": sys.argv, "versions": versions()}
+        versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
+        git = f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD"
+        done = subprocess.run(git, shell=True, capture_output=True, text=True)  # no git: no output
+        versions |= {"python": sys.version, "git_commit": done.stdout.strip() or None}
+        config = {"options": options, "command": sys.argv, "versions": versions}
         write_file(self.run_dir / "config.json", json.dumps(config, indent=2).encode())
-        path, lines = self.run_dir / "progress.csv", [",".join(COLUMNS)]
-        if self.args.resume:  # without rows after the checkpoint, or one that is cut off
-            lines, past = path.read_text().splitlines(), {*map(str, range(self.iteration + 1))}
-            lines[1:] = [
-                x for x in lines if x.split(",")[0] in past and x.count(",") == lines[0].count(",")
-            ]
-        write_file(path, ("\r\n".join(lines) + "\r\n").encode())
-        self.csv = self.stack.enter_context(path.open("a", newline=""))
-        self.writer = csv.DictWriter(self.csv, COLUMNS, extrasaction="ignore")
+        file = (self.run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line
+        self.writer = csv.DictWriter(self.stack.enter_context(file), COLUMNS, extrasaction="ignore")
+        self.writer.writeheader()
+        self.writer.writerows(self.history)
         self.events = SummaryWriter(str(self.run_dir), purge_step=self.counters["global_step"] + 1)
         self.stack.callback(self.events.close)
+        self.args.quiet or self.stack.callback(print, f"run folder: {self.run_dir}")
 
     def save(self, with_games=True):
         """Write RUN_DIR/checkpoint.pt, all that a resumed run needs; all ranks call this."""
         games, file = None, io.BytesIO()
         if with_games:
-            arrays = {name: a.copy() for name, a in self.pool.arrays.items() if name[0] != "*"}
-            games = {"states": sum(self.pool.call("get_state"), []), "arrays": arrays}
-            games = pickle.dumps(gathered_objects(games | {"recent": self.recent}))
-            games = torch.frombuffer(bytearray(games), dtype=torch.uint8)
+            arrays = {name: array for name, array in self.pool.arrays.items() if name[0] != "*"}
+            games = gathered_objects((arrays, sum(self.pool.call("get_state"), [])))
+            games = torch.frombuffer(bytearray(pickle.dumps(games)), dtype=torch.uint8)
         if rank() == 0:
             self.events.flush()  # a checkpoint must not be ahead of TensorBoard's file
             state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
             state |= {"generator": self.generator.get_state(), "counters": self.counters}
-            torch.save(state | {"games": games}, file)
+            state |= {"history": self.history, "recent": self.recent, "games": games}
+            torch.save(state, file)
             write_file(self.run_dir / "checkpoint.pt", file.getvalue())
         self.saved = self.iteration
         if with_games:
             gathered_objects(None)  # nobody ends, which would end rank 0, before it has saved
 
     def restore(self):
-        """Go on from the checkpoint. Returns this rank's games, None if all have to start anew."""
+        """Go on from the checkpoint. Returns the arrays of this rank's games, and their states."""
         state, parts = load_checkpoint(self.run_dir), []
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
-        self.counters |= state["counters"]
-        self.saved = self.iteration
+        self.history, self.recent = state["history"], state["recent"]
+        self.counters, self.saved = state["counters"], state["counters"]["iteration"]
         with suppress(Exception):  # if a game has failed, or if packages are others than then
             parts = pickle.loads(state["games"].numpy().tobytes())
         fits = len(parts) == num_ranks()
-        if lost := sum(part["states"].count(None) for part in parts) if fits else "all":
+        if lost := sum(states.count(None) for _, states in parts) if fits else "all":
             report(f"{lost} games start new episodes: no state of theirs is there that fits")
             self.counters["starts"] += 1
-        return parts[rank()] if fits else None
-
-    def listen(self):
-        """Let Ctrl-C and SIGTERM finish the iteration, save, stop; Ctrl-C later again stop at once.
-
-        A signal within a second is the same request: timeout, torchrun and batch systems signal a
-        process and then its group.
-        """
-
-        def stop(signum, _):
-            if self.signal is None:
-                self.signal, self.asked = signum, time.monotonic()
-                report("stopping after this iteration; Ctrl-C once more to stop now")
-            elif signum == signal.SIGINT and num_ranks() == 1 and time.monotonic() > self.asked + 1:
-                raise KeyboardInterrupt
-
-        if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                self.stack.callback(signal.signal, signum, signal.signal(signum, stop))
+        return parts[rank()] if fits else ({}, None)
 
 
 def run_path(args):
@@ -1150,16 +1081,6 @@ def run_path(args):
     stamp, script = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f"), Path(__file__).stem
     name = args.run_name or f"{args.env[-100:]}__{script}__{args.seed}__{stamp}"
     return Path(args.log_dir) / re.sub(r"[^\w.-]+", "_", name)
-
-
-def versions():
-    """Return the versions that a run's numbers depend on."""
-    packages = {"torch": torch.__version__, "gymnasium": gym.__version__, "numpy": np.__version__}
-    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    with suppress(OSError):  # no git here
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-        packages["git_commit"] = commit or None
-    return {"python": sys.version.split()[0], "git_commit": None} | packages
 
 
 def write_file(path, content):
@@ -1173,16 +1094,13 @@ def write_file(path, content):
 
 
 def load_checkpoint(run_dir):
-    """Read RUN_DIR/checkpoint.pt to the CPU: tensors and plain values, no code runs from the file.
-
-    Raises OSError if it cannot be read, ValueError if it is no sound checkpoint of these scripts.
-    """
+    """Read RUN_DIR/checkpoint.pt: tensors and plain values, no code runs from the file."""
     path = Path(run_dir) / "checkpoint.pt"
-    content = io.BytesIO(path.read_bytes())
     try:
-        state = torch.load(content, map_location="cpu", weights_only=True)
-        assert {"model", "optimizer", "generator", "counters", "games"} == state.keys()
+        state = torch.load(path, map_location="cpu", weights_only=True)
         assert all(weights.isfinite().all() for weights in state["model"].values())
+    except OSError:
+        raise
     except Exception:  # of many kinds
         raise ValueError(f"{path} is damaged, or its weights are no numbers") from None
     return state
@@ -1202,11 +1120,8 @@ def make_eval_pool(args, model, episodes=None, **options):
 
 @torch.no_grad()
 def evaluate(model, pool, generator=None, run=None):
-    """Play one whole episode in every game. Returns the returns (E,), and how many were cut off:
-    after EVAL_STEPS steps, or when a signal stops the `run`. They count with their return so far.
-
-    With a generator actions are sampled, else the policy's mode is taken.
-    """
+    """Play an episode in every game with the policy's mode, or samples (generator). Returns the
+    returns (E,), and how many were cut off: after EVAL_STEPS, or by a signal for the `run`."""
     arrays, E = pool.arrays, len(pool.arrays["obs"])
     pool.call("start")
     returns, going = np.zeros(E), np.ones(E, bool)
@@ -1217,8 +1132,6 @@ def evaluate(model, pool, generator=None, run=None):
         going &= ~arrays["ended"]
         if not going.any() or run and run.signal:
             break
-    if not np.isfinite(returns).all():
-        raise GameError("NaN or infinity in the rewards of an evaluation")
     return returns, int(going.sum())
 
 
@@ -1230,15 +1143,15 @@ def evaluate_run(args):
     with closing(make_eval_pool(args, model)) as pool:
         returns, cut = evaluate(model, pool, generator)
         inputs = {name: pool.arrays[name][:1] for name in model.inputs if name != "starts"}
-    cut = f", {cut} of them cut off after {EVAL_STEPS:,} steps" if cut else ""
-    print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {len(returns)} episodes{cut}")
+    count = f"{len(returns)} episodes" + f", {cut} cut off at {EVAL_STEPS:,} steps" * (cut > 0)
+    print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {count}")
     if args.export_onnx:
         export_onnx(run_dir / "policy.onnx", model, inputs)
         print(f"policy: {run_dir / 'policy.onnx'}")
     if args.video:
         try:
             with closing(make_eval_pool(args, model, 1, render_mode="rgb_array")) as pool:
-                game = pool.games.games[0]
+                (game,) = pool.games.games
                 game.env = Camera(game.env, run_dir / "video.mp4")
                 evaluate(model, pool, generator)
         except Exception as error:
@@ -1252,15 +1165,13 @@ class Camera(gym.Wrapper):
 
     def __init__(self, env, path):
         super().__init__(env)
-        self.path, self.film, self.episode = path, None, 0
+        self.path, self.film, self.episode = str(path), None, 0
 
     def reset(self, **options):
-        """Reset the env and film it."""
         self.episode += 1
         return self.filmed(self.env.reset(**options))
 
     def step(self, action):
-        """Step the env and film it."""
         return self.filmed(self.env.step(action))
 
     def filmed(self, result):
@@ -1270,49 +1181,30 @@ class Camera(gym.Wrapper):
         if self.episode == 1:
             picture = np.ascontiguousarray(self.env.render()[..., ::-1])  # OpenCV wants BGR
             fps, code = self.env.metadata.get("render_fps", 30), cv2.VideoWriter_fourcc(*"mp4v")
-            options = str(self.path), code, fps, picture.shape[1::-1]
-            self.film = self.film or cv2.VideoWriter(*options)
+            self.film = self.film or cv2.VideoWriter(self.path, code, fps, picture.shape[1::-1])
             if not self.film.isOpened():
                 raise OSError(f"{self.path} cannot be written")
             self.film.write(picture)
         return result
 
 
-class Policy(nn.Module):
-    """The policy's mode, from what the env shows to what it takes: what --export-onnx writes."""
-
-    def __init__(self, model, inputs):
-        super().__init__()
-        self.model, self.inputs, space = model, inputs, model.action_space
-        self.start = torch.tensor(getattr(space, "start", 0))
-        self.bounds = [torch.tensor(getattr(space, name, 0)) for name in ("low", "high")]
-
-    def forward(self, *inputs):
-        """Inputs of `Model.policy` → its outputs, the actions as `to_env` makes them."""
-        actions, state = self.model.policy(**dict(zip(self.inputs, inputs, strict=True)))
-        if isinstance(self.model.action_space, gym.spaces.Box):
-            actions = torch.maximum(torch.minimum(actions, self.bounds[1]), self.bounds[0])
-        return actions + self.start if state is None else (actions + self.start, state)
-
-
 def export_onnx(path, model, inputs):
-    """Write the policy to a file that takes arrays like `inputs`, of any length.
-
-    The names are those of the inputs (obs; state if there is a memory, zeros at an episode's start;
-    action_mask), and action, next_state.
-    """
+    """Write the policy's mode: from obs, action_mask, state (zeros at an episode's start), those of
+    them in `inputs`, to action, as the env takes it, and next_state. Its `forward` is lost."""
     outputs = ["action", "next_state"] if "state" in inputs else ["action"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter speaks of its successor
-        torch.onnx.export(
-            Policy(model.eval(), list(inputs)).cpu(),
-            tuple(torch.from_numpy(array) for array in inputs.values()),
-            str(path),
-            input_names=list(inputs),
-            output_names=outputs,
-            dynamic_axes={name: {0: "batch"} for name in (*inputs, *outputs)},
-            dynamo=False,
-        )
+    options = {"input_names": list(inputs), "output_names": outputs, "dynamo": False}
+    options["dynamic_axes"] = {name: {0: "batch"} for name in (*inputs, *outputs)}
+
+    def policy(*tensors):
+        action, state = model.policy(**dict(zip(inputs, tensors, strict=True)))
+        if isinstance(space := model.action_space, gym.spaces.Box):  # as in `to_env`
+            action = action.clamp(torch.as_tensor(space.low), torch.as_tensor(space.high))
+        action = action + torch.as_tensor(getattr(space, "start", 0))
+        return action if state is None else (action, state)
+
+    model.cpu().forward = policy  # which the exporter calls
+    warnings.simplefilter("ignore")  # the exporter speaks of its successor
+    torch.onnx.export(model, (*map(torch.from_numpy, inputs.values()),), str(path), **options)
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -1323,15 +1215,6 @@ MAY_CHANGE = {*MAY_CHANGE.split(), "eval_level"}
 NOT_KEPT = {"resume", "eval", "sample", "video", "export_onnx", "quiet"}
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line naming the option, exit code 2."""
-
-    def error(self, message):
-        """Print the line and exit; rank 0 comes first, which ends the others."""
-        time.sleep(5 if rank() > 0 else 0)
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def add_option(group, name, kind, default, text, **more):
     """Add an option to a parser's group; the kind is a type, bool for --x, --no-x, None for --x."""
     actions = {bool: argparse.BooleanOptionalAction, None: "store_true"}
@@ -1339,18 +1222,16 @@ def add_option(group, name, kind, default, text, **more):
     group.add_argument(name, default=default, help=text, **more)
 
 
-def number(kind, low=-math.inf, high=math.inf, above=-math.inf):
-    """Return an argparse type: a finite `kind` in [low, high] that is above `above`."""
+def number(kind, low=-1e300, high=1e300):
+    """Return an argparse type: a `kind` from low to high, neither NaN nor infinite."""
 
     def parse(text):
         value = kind(text)
-        if not (low <= value <= high and above < value and abs(value) < math.inf):
-            bounds = {"at least": low, "above": above, "at most": high}.items()
-            bounds = " and ".join(f"{word} {x}" for word, x in bounds if abs(x) < math.inf)
-            raise argparse.ArgumentTypeError(f"{text} is out of range, it must be {bounds}")
+        if not low <= value <= high:
+            raise ValueError
         return value
 
-    parse.__name__ = kind.__name__
+    parse.__name__ = f"{kind.__name__} from {low} to {high}"  # argparse says "invalid int from"
     return parse
 
 
@@ -1374,23 +1255,20 @@ def parse_with_run(parser, argv):
     """Parse argv; with --resume or --eval that run's options are the defaults, and most stay."""
     args = parser.parse_args(argv)
     run_dir, option = args.resume or args.eval, "--resume" if args.resume else "--eval"
-    for name in ("sample", "video", "export_onnx"):
-        if getattr(args, name) and not args.eval:
-            parser.error(f"argument --{name.replace('_', '-')}: only with --eval")
+    if not args.eval and (args.sample or args.video or args.export_onnx):
+        parser.error("arguments --sample, --video, --export-onnx: only with --eval")
     if run_dir:
         with option_error(parser, option):
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
             if foreign := options.keys() - vars(args).keys():
-                raise ValueError(f"{run_dir} is a run of another script, with {min(foreign)}")
-        if args.total_timesteps or args.num_iterations:
-            options |= {"total_timesteps": None, "num_iterations": None}
-        parser.set_defaults(**options)
-        args = parser.parse_args(argv)
-        for name in sorted(options.keys() - MAY_CHANGE):
-            if getattr(args, name) != options[name]:
-                name, value = name.replace("_", "-"), options[name]
-                parser.error(f"argument --{name}: the run has {value}, which cannot change")
-        with option_error(parser, option):
+                parser.error(f"argument {option}: a run of another script, with {min(foreign)}")
+            if args.total_timesteps or args.num_iterations:
+                options |= {"total_timesteps": None, "num_iterations": None}
+            args = parser.parse_args(argv, argparse.Namespace(**options))
+            for name in sorted(options.keys() - MAY_CHANGE):
+                if (value := options[name]) != getattr(args, name):
+                    name = name.replace("_", "-")
+                    parser.error(f"argument --{name}: the run has {value}, which cannot change")
             make_model(args).load_state_dict(load_checkpoint(run_dir)["model"])
     with option_error(parser, "--device"):
         torch.empty(0, device=None if args.device == "auto" else args.device)
@@ -1398,20 +1276,18 @@ def parse_with_run(parser, argv):
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with option_error(parser, "--log-dir"):
         Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-    with option_error(parser, "--run-name"):
-        if rank() == 0 and not run_dir and run_path(args).exists():
-            raise ValueError(f"'{args.run_name}' is there already, choose another")
+    if rank() == 0 and not run_dir and (path := run_path(args)).exists():
+        parser.error(f"argument --run-name: {path} is there already")
     return args
 
 
 def check_rows(parser, args, num_rows, rows="rows"):
     """Refuse minibatches and ranks that cannot share the rows equally, or get too few of them."""
     B, ranks = args.num_minibatches, num_ranks()
-    if num_rows % B:
-        parser.error(f"argument --num-minibatches: {B} does not divide the {num_rows} {rows}")
-    if num_rows // B % ranks or args.num_envs % ranks:
-        name = "envs" if args.num_envs % ranks else "minibatches"
-        parser.error(f"argument --num-{name}: {ranks} ranks cannot share the {rows} equally")
+    if num_rows % (B * ranks) or args.num_envs % ranks:
+        option = "envs" if args.num_envs % ranks else "minibatches"
+        problem = f"{num_rows} {rows} are not {B} equal minibatches for {ranks} ranks"
+        parser.error(f"argument --num-{option}: {problem}")
     if rows == "rows" and num_rows == {"minibatch": B, "batch": 1}.get(args.norm_adv):
         parser.error(f"argument --num-minibatches: --norm-adv {args.norm_adv} needs 2 rows")
 
@@ -1426,23 +1302,23 @@ def option_error(parser, option):
 
 
 def one_line(error):
-    """Return an exception as one line, with its kind and place where it may not explain itself."""
-    line = " ".join(str(error).split())[:500]
-    if line and isinstance(error, (ValueError, OSError, ImportError, gym.error.Error)):
-        return line
+    """Return an exception as one line, with the place where it may not explain itself."""
+    line = " ".join(f"{type(error).__name__}: {error}".split())[:500]
     place = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{place.name}, {Path(place.filename).name}:{place.lineno}"
-    return f"{line} ({type(error).__name__} in {place})"
+    known = isinstance(error, (ValueError, OSError, ImportError, gym.error.Error))
+    return line if known else f"{line} (in {place.name}, {place.filename}:{place.lineno})"
 
 
 def main():
     """Run the command line. Returns the exit code."""
     sys.path.append(os.getcwd())  # where a module of --env may lie
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors to the Run
+    errors = GameError, FloatingPointError, OSError, MemoryError, ImportError
+    errors += (RuntimeError,) if num_ranks() > 1 else ()  # of torch, if another rank is gone
     try:
         args = parse_args()
         result = evaluate_run(args) if args.eval else train(args)
-    except (GameError, FloatingPointError, OSError, MemoryError) as error:
+    except errors as error:
         print(f"{Path(__file__).name}: error: {error or 'out of memory'}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -67,9 +67,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,8 +94,8 @@ DEFAULTS = {  # levels and steps per actor, coarse to fine
 def make_parser():
     """Return the parser of the command line."""
     about, style = "multilevel PPO for simulations", argparse.ArgumentDefaultsHelpFormatter
-    name = "ppo_multilevel.py"
-    parser = Parser(name, description=about, allow_abbrev=False, formatter_class=style)
+    options = {"description": about, "formatter_class": style, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(Path(__file__).name, argparse.SUPPRESS, **options)
     add_common_options(parser)
     add_network_options(parser)
     option = functools.partial(add_option, parser.add_argument_group("ppo_multilevel.py"))
@@ -134,8 +133,7 @@ def num_cores():
 def add_common_options(parser):
     """Add the options that all scripts of the family share, with the defaults of ppo.py."""
     natural, count, many = number(int, 0), number(int, 1), number(int, 1, 100_000)
-    positive, coefficient, fraction = number(float, above=0), number(float, 0), number(float, 0, 1)
-
+    positive, coefficient, fraction = number(float, 1e-12), number(float, 0), number(float, 0, 1)
     option = functools.partial(add_option, parser.add_argument_group("run"))
     option("--seed", number(int, 0, 2**63 - 1), 1, "seed of all generators")
     option("--device", str, "auto", "auto, cpu, cuda or mps; auto is cpu, for Atari cuda if there")
@@ -145,28 +143,27 @@ def add_common_options(parser):
     option("--eval-every", natural, 0, "iterations between evaluations; 0: never")
     option("--eval-episodes", many, 16, "episodes of an evaluation")
     option("--save-every", natural, 50, "iterations between checkpoints; 0: only at the end")
-    option("--resume", str, None, "go on with the run in this folder, with its options")
-    option("--eval", str, None, "evaluate the run in this folder (its mode), print mean ± sd, stop")
+    exclusive = functools.partial(add_option, parser.add_mutually_exclusive_group())
+    exclusive("--resume", str, None, "go on with the run in this folder, with its options")
+    exclusive("--eval", str, None, "evaluate the run in this folder (its mode), print mean ± sd")
     option("--sample", None, False, "with --eval: sample actions instead of taking the mode")
     option("--video", None, False, "with --eval: also write video.mp4")
     option("--export-onnx", None, False, "with --eval: also write policy.onnx, from obs to action")
     option("--quiet", None, False, "print no status lines")
-
-    group = parser.add_argument_group("sampling")
-    add_option(group, "--num-envs", many, 4, "N, games (actors) side by side; 4 to 64 usual")
-    option = functools.partial(add_option, group.add_mutually_exclusive_group())
+    option = functools.partial(add_option, parser.add_mutually_exclusive_group())
     option("--total-timesteps", count, None, "length of the run in steps of all games together")
     option("--num-iterations", count, None, "length of the run in iterations")
-
     option = functools.partial(add_option, parser.add_argument_group("PPO"))
+    option("--num-envs", many, 4, "N, games (actors) side by side; 4 to 64 usual")
     option("--learning-rate", positive, 2.5e-4, "Adam's step size; 1e-5 to 1e-3 usual")
     option("--anneal-lr", bool, True, "lower the learning rate linearly to 0 over the run")
     option("--gamma", fraction, 0.99, "γ, discount per step; 0.9 to 0.9997 usual")
     option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
     option("--num-minibatches", count, 4, "B, minibatches per epoch; divides the number of rows")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
-    text, choices = "set in which advantages are normalised", ("minibatch", "batch", "off")
-    option("--norm-adv", str, "minibatch", text, choices=choices)
+    option(
+        "--norm-adv", str, "minibatch", "normalise Â in a", choices=("minibatch", "batch", "off")
+    )
     option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
     option("--clip-vloss", bool, True, "clip the change of the value by ε too")
     option("--ent-coef", coefficient, 0.01, "c_e, weight of the entropy bonus; 0 to 0.01 usual")
@@ -315,19 +312,15 @@ def finish(model, buffer):
 
 
 def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
-    """Generalized advantage estimation (Schulman et al. 2016). All tensors are (T, N).
-
-    `next_values[t]` is V of the state that step t led to; it counts for nothing where the episode
-    `terminated`. The sum over later steps stops at either kind of end.
-    """
+    """Generalized advantage estimation; all tensors are (T, N). `next_values[t]` is V of where step
+    t led: nothing if it `terminated` the episode. Both kinds of end stop the sum over steps."""
     for tensor in (values, next_values, terminated, truncated):
         assert tensor.shape == rewards.shape
     # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
     deltas = rewards + gamma * next_values * ~terminated - values
     # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
     decay = gamma * gae_lambda * ~(terminated | truncated)
-    advantages = torch.empty_like(rewards)
-    advantage = torch.zeros_like(rewards[0])
+    advantages, advantage = torch.empty_like(rewards), torch.zeros_like(rewards[0])
     for t in reversed(range(len(rewards))):
         advantages[t] = advantage = torch.addcmul(deltas[t], decay[t], advantage)
     return advantages
@@ -347,8 +340,7 @@ def make_batch(buffer, inputs, args):
 
 def explained_variance(batch):
     """1 − Var(R − V) / Var(R): 1 is a perfect value function, 0 no better than a constant."""
-    variance = batch["returns"].var()
-    unexplained = (batch["returns"] - batch["values"]).var()
+    unexplained, variance = (batch["returns"] - batch["values"]).var(), batch["returns"].var()
     return float(1 - unexplained / variance) if variance > 0 else math.nan
 
 
@@ -356,12 +348,9 @@ def explained_variance(batch):
 
 
 def losses(model, batch, clip_coef, clip_vloss):
-    """PPO's loss terms, row by row.
-
-    `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), logprobs, values,
-    advantages, returns (M,). Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,);
-    (T, M) instead of (M,) with a recurrent policy.
-    """
+    """PPO's loss terms, row by row. `batch` holds obs (M, ...) and the model's other inputs,
+    actions (M, ...), logprobs, values, advantages, returns (M,). Returns pg_loss, v_loss, entropy
+    and logratio = log r_t(θ), each (M,); (T, M) instead of (M,) with a recurrent policy."""
     pi, values = model(**{name: batch[name] for name in model.inputs})
     logratio = model.head.log_prob(pi, batch["actions"]) - batch["logprobs"]
     advantages, returns = batch["advantages"], batch["returns"]
@@ -379,10 +368,9 @@ def losses(model, batch, clip_coef, clip_vloss):
 
 
 def policy_change(logratio, clip_coef):
-    """Return approx_kl and clipfrac, the share of rows whose ratio is beyond 1 ± ε."""
+    """Return approx_kl, without bias and never negative, and clipfrac: the share beyond 1 ± ε."""
     ratio = logratio.exp()
-    # E[r − 1 − log r] estimates KL(π_old, π) without bias and is never negative.
-    approx_kl = (ratio - 1 - logratio).mean()
+    approx_kl = (ratio - 1 - logratio).mean()  # E[r − 1 − log r] estimates KL(π_old, π)
     return approx_kl, ((ratio - 1).abs() > clip_coef).float().mean()
 
 
@@ -467,16 +455,13 @@ def normalised(advantages, coarsest):
 def take_step(optimizer, loss, max_grad_norm):
     """Take an optimizer step down the clipped gradient of the loss."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.zero_()  # not None: the gradient is a view of its vector, see `flatten`
+    optimizer.zero_grad(set_to_none=False)  # the gradients are views, see `make_optimizer`
     loss.backward()
     for parameter in parameters:
         averaged(parameter.grad)
     norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
     if not torch.isfinite(norm):  # before it reaches the weights
-        problem = f"loss {loss.item()}, its gradient is not finite: lower the learning rate?"
-        raise FloatingPointError(problem)
+        raise FloatingPointError(f"loss {loss}, gradient is not finite: lower the learning rate?")
     optimizer.step()
 
 
@@ -556,10 +541,9 @@ ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 def hidden_layers(width, args):
     """Return layers of widths `args.hidden` over an input of `width` entries."""
     layers = []
-    for previous, following in itertools.pairwise([width, *args.hidden]):
-        layers += [layer_init(nn.Linear(previous, following))]
-        layers += [nn.LayerNorm(following)] if args.layer_norm else []
-        layers += [ACTIVATIONS[args.activation]()]
+    for previous, following in zip([width, *args.hidden], args.hidden):
+        norm, activation = [nn.LayerNorm(following)] * args.layer_norm, ACTIVATIONS[args.activation]
+        layers += [layer_init(nn.Linear(previous, following)), *norm, activation()]
     return nn.Sequential(*layers)
 
 
@@ -572,9 +556,7 @@ def layer_init(layer, gain=2**0.5):
 
 class Categorical(nn.Module):
     """Policy head for Discrete, MultiDiscrete, MultiBinary: independent choices, logits in a row.
-
-    `options` are the choices' numbers of options, [n] for Discrete(n); `shape` is an action's.
-    """
+    `options` are the choices' numbers of options, [n] for Discrete(n); `shape` is an action's."""
 
     def __init__(self, features, options, shape=()):
         super().__init__()
@@ -588,8 +570,7 @@ class Categorical(nn.Module):
         logits = self.logits(h)
         if action_mask is not None:  # a probability of exactly 0, and 0 log 0 = 0, unlike with −∞
             logits = logits.where(action_mask, -1e8)
-        parts = logits.split(self.options, dim=-1)
-        return torch.cat([part.log_softmax(dim=-1) for part in parts], dim=-1)
+        return torch.cat([part.log_softmax(-1) for part in logits.split(self.options, -1)], -1)
 
     def noise(self, batch, generator):
         """Standard Gumbel noise, (batch, n)."""
@@ -597,8 +578,8 @@ class Categorical(nn.Module):
 
     def sample(self, logp, noise=None):
         """Actions (M, ...): argmax(log π + Gumbel noise) has the law of π; no noise: the mode."""
-        parts = (logp if noise is None else logp + noise).split(self.options, dim=-1)
-        actions = torch.stack([part.argmax(dim=-1) for part in parts], dim=-1)
+        parts = (logp if noise is None else logp + noise).split(self.options, -1)
+        actions = torch.stack([part.argmax(-1) for part in parts], -1)
         return actions.view(*logp.shape[:-1], *self.shape)
 
     def log_prob(self, logp, action):
@@ -612,10 +593,10 @@ class Categorical(nn.Module):
 
 
 class Gaussian(nn.Module):
-    """Policy head for Box: mean from the features, one free log σ per action entry.
+    """Policy head for Box: mean from the features, one free log σ per action entry. With `full`
+    covariance L Lᵀ: L is lower triangular, with σ on its diagonal."""
 
-    With `full` covariance L Lᵀ: L is lower triangular, with σ on its diagonal.
-    """
+    factor = property(lambda head: head.lower.tril(-1) + head.log_std.exp().diag())  # L, (A, A)
 
     def __init__(self, features, shape, init_log_std, full=False):
         super().__init__()
@@ -632,15 +613,11 @@ class Gaussian(nn.Module):
         """Standard normal noise, (batch, A)."""
         return torch.randn(batch, self.n, generator=generator)
 
-    def factor(self):
-        """L, (A, A)."""
-        return self.lower.tril(-1) + self.log_std.exp().diag()
-
     def sample(self, mean, noise=None):
         """Actions (M, ...): μ + σ ε, or μ + L ε; no noise: the mode, μ."""
         if noise is not None:
             full = self.lower is not None
-            mean = mean + (noise @ self.factor().T if full else self.log_std.exp() * noise)
+            mean = mean + (noise @ self.factor.T if full else self.log_std.exp() * noise)
         return mean.view(*mean.shape[:-1], *self.shape)
 
     def log_prob(self, mean, action):
@@ -649,7 +626,7 @@ class Gaussian(nn.Module):
         if self.lower is None:
             z = z * torch.exp(-self.log_std)
         else:
-            z = torch.linalg.solve_triangular(self.factor().T, z, upper=True, left=False)
+            z = torch.linalg.solve_triangular(self.factor.T, z, upper=True, left=False)
         constant = self.log_std.sum() + 0.5 * self.n * math.log(2 * math.pi)
         return -0.5 * z.square().sum(dim=-1) - constant
 
@@ -662,17 +639,14 @@ class Gaussian(nn.Module):
 class RunningNorm(nn.Module):
     """(x − μ) / σ with the mean and deviation of all rows seen; saved with the model."""
 
+    std = property(lambda norm: (norm.var + 1e-8).sqrt())  # σ, never 0
+
     def __init__(self, shape=(), cut=math.inf):
         super().__init__()
         self.cut = cut
-        for name, start in {"mean": torch.zeros(shape), "var": torch.ones(shape)}.items():
-            self.register_buffer(name, start)
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("var", torch.ones(shape))
         self.register_buffer("count", torch.zeros(()))
-
-    @property
-    def std(self):
-        """σ, never 0."""
-        return (self.var + 1e-8).sqrt()
 
     def update(self, rows):
         """Take in rows (M, ...): two sets' moments are combined as in Chan et al. 1983."""
@@ -690,10 +664,8 @@ class RunningNorm(nn.Module):
 
 @torch.no_grad()
 def normalise_values(model, batch, returns):
-    """Take returns into their running mean and deviation, normalise the batch's values by them.
-
-    The last layer changes so that V(s) stays what it was: PopArt, van Hasselt et al. 2016.
-    """
+    """Take returns into their running mean and deviation, normalise the batch's values by them. The
+    last layer changes so that V(s) stays what it was: PopArt, van Hasselt et al. 2016."""
     norm, layer = model.value_norm, model.value
     mean, std = norm.mean.clone(), norm.std
     norm.update(returns.flatten())
@@ -706,11 +678,8 @@ def normalise_values(model, batch, returns):
 
 
 def fast_act(model):
-    """Return `model.act`; of a plain policy a NumPy version that samples the same actions.
-
-    Plain is Discrete or Box, linear and tanh layers, on a CPU. On the few rows of a step torch is
-    mostly overhead, which NumPy does not have (measured in tests/benchmarks/speed_ppo.py).
-    """
+    """Return `model.act`; of a plain policy (one choice or a diagonal Gaussian, tanh, CPU) the same
+    in NumPy: on a step's few rows torch is mostly overhead (tests/benchmarks/speed_ppo.py)."""
     layers, norm, head = [*model.actor, *model.head.children()], model.obs_norm, model.head
     discrete = isinstance(head, Categorical)
     plain = len(head.options) == 1 if discrete else head.lower is None
@@ -735,11 +704,8 @@ def fast_act(model):
 
 
 def make_optimizer(model):
-    """Return Adam with two groups, of the policy and of the value function, each one vector.
-
-    The model's parameters and gradients become views of the vectors: Adam, the gradient's norm and
-    its clipping work on two tensors instead of many small ones.
-    """
+    """Return Adam with two groups, policy and value function, each one vector, of which the model's
+    parameters become views: Adam and clipping work on two tensors instead of many small ones."""
     critic = [model.value] if model.critic is model.actor else [model.value, model.critic]
     value = [parameter for part in critic for parameter in part.parameters()]
     policy, vectors = [p for p in model.parameters() if p not in set(value)], []
@@ -859,45 +825,30 @@ class Game:
         self.arrays[name][self.n] = obs
 
     def get_state(self):
-        """Return what `set_state` needs to go on as if nothing had happened; None if it cannot be.
-
-        Of the env and its wrappers that is what their own `get_state` returns, or the attributes.
-        """
-        file = io.BytesIO()
+        """Return what `set_state` needs to go on as if nothing had happened, or None."""
         with suppress(Exception):  # whatever an env and its attributes raise
-            EnvPickler(file).dump([self.seed, self.random, *map(kept, layers(self.env))])
-            return file.getvalue()
+            states = [self.seed, self.random]
+            for layer, kept in layers(self.env):
+                states.append(layer.get_state() if kept is None else kept)
+            # EzPickle keeps how an env was made, not where it is.
+            state = pickle.dumps(states)
+            return None if b"_ezpickle_args" in state else state
 
     def set_state(self, state):
         """Go on from the state of a game like this one."""
         self.seed, self.random, *states = pickle.loads(state)
-        for layer, state in zip(layers(self.env), states, strict=True):
-            layer.set_state(state) if says_its_state(layer) else vars(layer).update(state)
-
-
-class EnvPickler(pickle.Pickler):
-    """Refuses to pickle an env: Gymnasium's EzPickle keeps how it was made, not where it is."""
-
-    def persistent_id(self, value):
-        if isinstance(value, gym.Env):
-            raise pickle.PicklingError("an env")
+        for (layer, kept), state in zip(layers(self.env), states, strict=True):
+            layer.set_state(state) if kept is None else vars(layer).update(state)
 
 
 def layers(env):
-    """Return the env's wrappers, from outside, and the env itself."""
-    return [env, *layers(env.env)] if isinstance(env, gym.Wrapper) else [env]
-
-
-def says_its_state(env):
-    """Return whether an env has methods for its state; MuJoCo's set_state alone is none."""
-    return hasattr(env, "get_state") and hasattr(env, "set_state")
-
-
-def kept(layer):
-    """Return what a wrapper or an env keeps."""
-    others = ("env", "spec") if isinstance(layer, gym.Wrapper) else ()
-    attributes = {name: value for name, value in vars(layer).items() if name not in others}
-    return layer.get_state() if says_its_state(layer) else attributes
+    """Return wrappers, from outside, and env, each with the attributes that are its state; None if
+    it has methods for that (both: MuJoCo's set_state alone does something else)."""
+    wrapped, methods = isinstance(env, gym.Wrapper), ("get_state", "set_state")
+    others = ("env", "spec") if wrapped else ("_ezpickle_args", "_ezpickle_kwargs")
+    kept = {name: value for name, value in vars(env).items() if name not in others}
+    kept = None if all(hasattr(env, name) for name in methods) else kept
+    return [(env, kept), *(layers(env.env) if wrapped else [])]
 
 
 class Games:
@@ -1104,30 +1055,25 @@ class GameError(RuntimeError):
 
 
 class WorkerPool:
-    """N games in `num_workers` processes, or in this process with 0.
-
-    `make_games(rows, arrays)` makes the games of one worker, whose `call` carries out commands.
-    What games and policy show each other is in `arrays`, in memory that all processes share; only
-    commands and answers go through pipes. Raises GameError when a game raises or a worker dies.
-    """
+    """N games in `num_workers` processes, 0: in this one, made by `make_games(rows, arrays)`.
+    What games and policy show each other is in `arrays`, which all processes share; only commands
+    and answers go through pipes. Raises GameError when a game raises or a worker dies."""
 
     def __init__(self, make_games, layout, num_envs, num_workers, start_method=None):
         # A fork shares the memory of all imported libraries, but is safe on Linux only.
         start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
-        context, buffers = multiprocessing.get_context(start_method), {}
+        context, shared, self.workers = multiprocessing.get_context(start_method), {}, []
         for name, (shape, dtype) in layout.items():
             size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
-            buffers[name] = context.RawArray("b", size), shape, dtype
-        self.arrays, self.workers = view(buffers), []
+            shared[name] = shape, dtype, context.RawArray("b", size)
+        self.arrays = {name: np.ndarray(*array) for name, array in shared.items()}
         self.games = None if num_workers else make_games(range(num_envs), self.arrays)
         for rows in np.array_split(range(num_envs), min(num_workers, num_envs) or 1)[:num_workers]:
             pipe, remote = context.Pipe()
-            process = context.Process(
-                target=work, args=(remote, make_games, rows, buffers), daemon=True
-            )
-            process.start()
+            arguments = remote, make_games, rows, shared
+            self.workers.append((pipe, context.Process(target=work, args=arguments, daemon=True)))
+            self.workers[-1][1].start()
             remote.close()
-            self.workers.append((pipe, process))
 
     def call(self, command, *arguments):
         """Have all games carry out a command. Returns the list of the workers' answers."""
@@ -1143,51 +1089,40 @@ class WorkerPool:
                 answers += [pipe.recv()] if pipe.poll() else []
             if len(answers) == i:
                 process.join()
-                answers.append(GameError(f"worker {i} died with exit code {process.exitcode}"))
-        for answer in answers:
-            if isinstance(answer, GameError):
-                raise answer
+                raise GameError(f"worker {i} died with exit code {process.exitcode}")
+            if isinstance(answers[i], GameError):
+                raise answers[i]
         return answers
 
     def close(self):
         """Close the games and end the processes, also those that do not answer."""
         if self.games is not None:
             self.games.call("close")
-        for pipe, _ in self.workers:
-            with suppress(OSError):
-                pipe.send(("close",))
         end = time.monotonic() + 5
-        try:
+        with ExitStack() as stack:  # its end, reached by Ctrl-C too, kills whoever does not
+            for pipe, process in self.workers:
+                stack.callback(process.join)
+                stack.callback(process.kill)
+                with suppress(OSError):
+                    pipe.send(("close",))
             for _, process in self.workers:
                 process.join(max(0, end - time.monotonic()))
-        finally:
-            for _, process in self.workers:
-                process.kill()
-                process.join()
 
 
-def work(pipe, make_games, rows, buffers):
+def work(pipe, make_games, rows, shared):
     """Be a worker: make its games, then have them carry out one command after the other."""
     for signum in (signal.SIGINT, signal.SIGTERM):  # these are for the main process to handle
         signal.signal(signum, signal.SIG_IGN)
     parent, command = multiprocessing.parent_process().sentinel, None
     try:
-        games = make_games(rows, view(buffers))
+        games = make_games(rows, {name: np.ndarray(*array) for name, array in shared.items()})
         while command != "close" and pipe in multiprocessing.connection.wait([pipe, parent]):
             command, *arguments = pipe.recv()
             pipe.send(games.call(command, *arguments))
     except BaseException as error:  # also what would end a process without a word
-        error = error if isinstance(error, GameError) else game_error("a worker failed", error)
         with suppress(OSError):  # the parent is gone
-            pipe.send(error)
-
-
-def view(buffers):
-    """Return {name: NumPy array} over the shared {name: (buffer, shape, dtype)}."""
-    return {
-        name: np.frombuffer(buffer, dtype, math.prod(shape)).reshape(shape)
-        for name, (buffer, shape, dtype) in buffers.items()
-    }
+            known = isinstance(error, GameError)
+            pipe.send(error if known else game_error("a worker failed", error))
 
 
 def game_error(what, error):
@@ -1233,9 +1168,8 @@ def own_rows(minibatch, axis=0):
 def gathered(buffer):
     """Return a buffer, tensors (T, N, ...), with the games of all ranks side by side."""
     parts = gathered_objects(buffer)
-    return {
-        name: torch.cat([p[name] for p in parts], dim=1) for name in buffer if parts[1:]
-    } or buffer
+    joined = {name: torch.cat([p[name] for p in parts], dim=1) for name in buffer if parts[1:]}
+    return joined or buffer
 
 
 def gathered_objects(value):
@@ -1258,67 +1192,59 @@ def averaged(tensor):
 
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
 COUNTERS |= {"sim_seconds": 0.0, "sim_cost": 0.0}
-CHARTS = "sps episodic_return episodic_length eval_return learning_rate".split()
+CHARTS = "episodic_return episodic_length eval_return learning_rate".split()
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()
 TIMES = ("simulation_seconds", "policy_seconds", "update_seconds")
-COLUMNS = [*COUNTERS, *TIMES, *CHARTS, *LOSSES]  # of progress.csv
+COLUMNS = [*COUNTERS, *TIMES, "sps", *CHARTS, *LOSSES]  # of progress.csv
 
 
-class Run:
-    """A run of `train`: its games, counters and folder, and what ends it.
+class Run(AbstractContextManager):
+    """A run of `train`: its games (`pool`), counters, folder, logged rows (`history`), and the
+    `signal` that stopped it, or None. The end of the `with` block saves and closes everything."""
 
-    The end of the `with` block saves a checkpoint and closes everything. `pool` has the games,
-    `history` the logged rows; `signal` is the one that stopped the run, or None.
-    """
+    iteration = property(lambda run: run.counters["iteration"])  # how many are complete
+
+    @functools.cached_property
+    def eval_pool(self):
+        """The pool of evaluation games, made for the first evaluation."""
+        return self.stack.enter_context(closing(make_eval_pool(self.args, self.model)))
 
     def __init__(self, args, model, optimizer, generator):
         self.args, self.model, self.optimizer, self.generator = args, model, optimizer, generator
-        self.counters, self.history, self.recent = dict(COUNTERS), [], deque(maxlen=100)
+        self.counters, self.history, self.recent = dict(COUNTERS), [], []
         self.signal, self.saved, self.run_dir = None, None, Path(args.resume or run_path(args))
-
-    def __enter__(self):
-        args = self.args
         with ExitStack() as self.stack:  # which closes what is open if this block fails
-            if rank() == 0 and not args.quiet:
-                self.stack.callback(print, f"run folder: {self.run_dir}")
-            self.listen()
-            games = self.restore() if args.resume else None
-            if num_ranks() > 1:  # they start from rank 0's parameters
-                backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-                dist.init_process_group(backend, timeout=datetime.timedelta(days=1))
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                if threading.current_thread() is threading.main_thread():
+                    self.stack.callback(signal.signal, signum, signal.signal(signum, self.stop))
+            arrays, states = self.restore() if args.resume else ({}, None)
+            if num_ranks() > 1:
+                dist.init_process_group(timeout=datetime.timedelta(days=1))
                 self.stack.callback(dist.destroy_process_group)
-                for tensor in self.model.state_dict().values():
-                    dist.broadcast(tensor, 0)
             seeds = game_seeds(args, self.counters["starts"])
-            self.pool = make_pool(args, self.model, seeds, args.num_workers)
-            self.stack.enter_context(closing(self.pool))
+            pool = make_pool(args, model, seeds, args.num_workers)
+            self.pool = self.stack.enter_context(closing(pool))
             if rank() == 0:
                 self.open_files()
-            if games:
-                self.recent = games["recent"]
-                for name, array in games["arrays"].items():
-                    self.pool.arrays[name][:] = array
-            self.pool.call("start", games and games["states"])
-            self.resumed_at, self.began = self.iteration, time.perf_counter()
+            for name, array in arrays.items():
+                self.pool.arrays[name][:] = array
+            self.pool.call("start", states)
             self.stack = self.stack.pop_all()
-        return self
 
     def __exit__(self, kind, *_):
         with self.stack:
             if kind in (None, GameError):  # the last iteration is complete
                 self.save(with_games=kind is None)
             if kind is KeyboardInterrupt:
-                report(f"stopped at once, the checkpoint is that of iteration {self.saved}")
+                report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
 
-    @property
-    def iteration(self):
-        """How many iterations are complete."""
-        return self.counters["iteration"]
-
-    @functools.cached_property
-    def eval_pool(self):
-        """The pool of evaluation games, made for the first evaluation."""
-        return self.stack.enter_context(closing(make_eval_pool(self.args, self.model)))
+    def stop(self, signum, _):
+        """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
+        if self.signal is None:
+            self.signal, self.asked = signum, time.monotonic()
+            report("stopping after this iteration; Ctrl-C once more to stop now")
+        elif signum == signal.SIGINT and num_ranks() == 1 and time.monotonic() > self.asked + 1:
+            raise KeyboardInterrupt
 
     def goes_on(self):
         """Return whether there is another iteration, whose time begins now."""
@@ -1330,16 +1256,13 @@ class Run:
         return self.iteration < self.args.num_iterations and not agreed
 
     def end_iteration(self, row, episodes, tags=None, **counts):
-        """Add up the `counts`, log the iteration's row, save if it is time for that.
-
-        `episodes` are the (return, length) of those that ended.
-        """
+        """Add up the `counts`, log the row and the episodes' (return, length), save at times."""
         seconds = time.perf_counter() - self.started
         for name, count in (counts | {"iteration": 1, "wall_seconds": seconds}).items():
             self.counters[name] += count
-        self.recent += episodes
-        means = np.mean(self.recent, axis=0).tolist() if self.recent else (math.nan, math.nan)
-        row |= self.counters | {"episodic_return": means[0], "episodic_length": means[1]}
+        self.recent = (self.recent + episodes)[-100:]
+        means = np.mean(self.recent or [(math.nan, math.nan)], axis=0).tolist()
+        row |= self.counters | dict(zip(("episodic_return", "episodic_length"), means))
         row["sps"] = round(counts["global_step"] / seconds)
         row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         self.log(row, tags)
@@ -1347,9 +1270,7 @@ class Run:
             self.save()
 
     def log(self, row, tags=None):
-        """Evaluate if it is time for that. Write a row to progress.csv, print it; TensorBoard also
-        gets {tag: value}.
-        """
+        """Evaluate if it is due, write and print the row; TensorBoard also gets {tag: value}."""
         args, done, total = self.args, self.iteration, self.args.num_iterations
         self.history.append(row)
         if rank() > 0:
@@ -1357,23 +1278,22 @@ class Run:
         try:
             if args.eval_every and (done % args.eval_every == 0 or done == total):
                 returns, cut = evaluate(self.model, self.eval_pool, run=self)
-                row |= {} if self.signal else {"eval_return": float(returns.mean()), "cut": cut}
+                row |= {} if self.signal else {"eval_return": float(returns.mean())}
+                row |= {"eval_cut": cut} if cut else {}
         finally:
             self.writer.writerow(row)
-            self.csv.flush()
         tags = {f"charts/{name}": row.get(name) for name in CHARTS} | (tags or {})
-        tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
+        tags |= {f"losses/{name}": row.get(name) for name in LOSSES} | {
+            "charts/SPS": row.get("sps")
+        }
         for tag, value in tags.items():
             if value is not None and math.isfinite(value):
                 self.events.add_scalar(tag, value, row["global_step"])
         line = f"update {done}/{total}  steps {row['global_step']:,}"
-        for name, form in {"sps": ",", "episodic_return": ".4g", "eval_return": ".4g"}.items():
-            line += f"  {name} {row[name]:{form}}" if name in row else ""
-        line += f" ({row['cut']} episodes cut off)" if row.get("cut") else ""
-        if done > self.resumed_at:
-            seconds = (time.perf_counter() - self.began) / (done - self.resumed_at) * (total - done)
-            line += f"  ETA {datetime.timedelta(seconds=round(seconds))}"
-        args.quiet or print(line, flush=True)
+        for name in ("sps", "episodic_return", "eval_return", "eval_cut"):
+            line += f"  {name} {row[name]:,.6g}" if name in row else ""
+        left = round(row["wall_seconds"] / max(done, 1) * (total - done))
+        args.quiet or print(f"{line}  ETA {datetime.timedelta(seconds=left)}", flush=True)
 
     def open_files(self):
         """Write config.json, open progress.csv and TensorBoard's file."""
@@ -1381,71 +1301,53 @@ class Run:
 
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = {name: value for name, value in vars(self.args).items() if name not in NOT_KEPT}
-        config = {"options": options, "command": sys.argv, "versions": versions()}
+        versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
+        git = f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD"
+        done = subprocess.run(git, shell=True, capture_output=True, text=True)  # no git: no output
+        versions |= {"python": sys.version, "git_commit": done.stdout.strip() or None}
+        config = {"options": options, "command": sys.argv, "versions": versions}
         write_file(self.run_dir / "config.json", json.dumps(config, indent=2).encode())
-        path, lines = self.run_dir / "progress.csv", [",".join(COLUMNS)]
-        if self.args.resume:  # without rows after the checkpoint, or one that is cut off
-            lines, past = path.read_text().splitlines(), {*map(str, range(self.iteration + 1))}
-            lines[1:] = [
-                x for x in lines if x.split(",")[0] in past and x.count(",") == lines[0].count(",")
-            ]
-        write_file(path, ("\r\n".join(lines) + "\r\n").encode())
-        self.csv = self.stack.enter_context(path.open("a", newline=""))
-        self.writer = csv.DictWriter(self.csv, COLUMNS, extrasaction="ignore")
+        file = (self.run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line
+        self.writer = csv.DictWriter(self.stack.enter_context(file), COLUMNS, extrasaction="ignore")
+        self.writer.writeheader()
+        self.writer.writerows(self.history)
         self.events = SummaryWriter(str(self.run_dir), purge_step=self.counters["global_step"] + 1)
         self.stack.callback(self.events.close)
+        self.args.quiet or self.stack.callback(print, f"run folder: {self.run_dir}")
 
     def save(self, with_games=True):
         """Write RUN_DIR/checkpoint.pt, all that a resumed run needs; all ranks call this."""
         games, file = None, io.BytesIO()
         if with_games:
-            arrays = {name: a.copy() for name, a in self.pool.arrays.items() if name[0] != "*"}
-            games = {"states": sum(self.pool.call("get_state"), []), "arrays": arrays}
-            games = pickle.dumps(gathered_objects(games | {"recent": self.recent}))
-            games = torch.frombuffer(bytearray(games), dtype=torch.uint8)
+            arrays = {name: array for name, array in self.pool.arrays.items() if name[0] != "*"}
+            games = gathered_objects((arrays, sum(self.pool.call("get_state"), [])))
+            games = torch.frombuffer(bytearray(pickle.dumps(games)), dtype=torch.uint8)
         if rank() == 0:
             self.events.flush()  # a checkpoint must not be ahead of TensorBoard's file
             state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
             state |= {"generator": self.generator.get_state(), "counters": self.counters}
-            torch.save(state | {"games": games}, file)
+            state |= {"history": self.history, "recent": self.recent, "games": games}
+            torch.save(state, file)
             write_file(self.run_dir / "checkpoint.pt", file.getvalue())
         self.saved = self.iteration
         if with_games:
             gathered_objects(None)  # nobody ends, which would end rank 0, before it has saved
 
     def restore(self):
-        """Go on from the checkpoint. Returns this rank's games, None if all have to start anew."""
+        """Go on from the checkpoint. Returns the arrays of this rank's games, and their states."""
         state, parts = load_checkpoint(self.run_dir), []
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
-        self.counters |= state["counters"]
-        self.saved = self.iteration
+        self.history, self.recent = state["history"], state["recent"]
+        self.counters, self.saved = state["counters"], state["counters"]["iteration"]
         with suppress(Exception):  # if a game has failed, or if packages are others than then
             parts = pickle.loads(state["games"].numpy().tobytes())
         fits = len(parts) == num_ranks()
-        if lost := sum(part["states"].count(None) for part in parts) if fits else "all":
+        if lost := sum(states.count(None) for _, states in parts) if fits else "all":
             report(f"{lost} games start new episodes: no state of theirs is there that fits")
             self.counters["starts"] += 1
-        return parts[rank()] if fits else None
-
-    def listen(self):
-        """Let Ctrl-C and SIGTERM finish the iteration, save, stop; Ctrl-C later again stop at once.
-
-        A signal within a second is the same request: timeout, torchrun and batch systems signal a
-        process and then its group.
-        """
-
-        def stop(signum, _):
-            if self.signal is None:
-                self.signal, self.asked = signum, time.monotonic()
-                report("stopping after this iteration; Ctrl-C once more to stop now")
-            elif signum == signal.SIGINT and num_ranks() == 1 and time.monotonic() > self.asked + 1:
-                raise KeyboardInterrupt
-
-        if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                self.stack.callback(signal.signal, signum, signal.signal(signum, stop))
+        return parts[rank()] if fits else ({}, None)
 
 
 def run_path(args):
@@ -1453,16 +1355,6 @@ def run_path(args):
     stamp, script = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f"), Path(__file__).stem
     name = args.run_name or f"{args.env[-100:]}__{script}__{args.seed}__{stamp}"
     return Path(args.log_dir) / re.sub(r"[^\w.-]+", "_", name)
-
-
-def versions():
-    """Return the versions that a run's numbers depend on."""
-    packages = {"torch": torch.__version__, "gymnasium": gym.__version__, "numpy": np.__version__}
-    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    with suppress(OSError):  # no git here
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-        packages["git_commit"] = commit or None
-    return {"python": sys.version.split()[0], "git_commit": None} | packages
 
 
 def write_file(path, content):
@@ -1476,16 +1368,13 @@ def write_file(path, content):
 
 
 def load_checkpoint(run_dir):
-    """Read RUN_DIR/checkpoint.pt to the CPU: tensors and plain values, no code runs from the file.
-
-    Raises OSError if it cannot be read, ValueError if it is no sound checkpoint of these scripts.
-    """
+    """Read RUN_DIR/checkpoint.pt: tensors and plain values, no code runs from the file."""
     path = Path(run_dir) / "checkpoint.pt"
-    content = io.BytesIO(path.read_bytes())
     try:
-        state = torch.load(content, map_location="cpu", weights_only=True)
-        assert {"model", "optimizer", "generator", "counters", "games"} == state.keys()
+        state = torch.load(path, map_location="cpu", weights_only=True)
         assert all(weights.isfinite().all() for weights in state["model"].values())
+    except OSError:
+        raise
     except Exception:  # of many kinds
         raise ValueError(f"{path} is damaged, or its weights are no numbers") from None
     return state
@@ -1507,11 +1396,8 @@ def make_eval_pool(args, model, episodes=None, **options):
 
 @torch.no_grad()
 def evaluate(model, pool, generator=None, run=None):
-    """Play one whole episode in every game. Returns the returns (E,), and how many were cut off:
-    after EVAL_STEPS steps, or when a signal stops the `run`. They count with their return so far.
-
-    With a generator actions are sampled, else the policy's mode is taken.
-    """
+    """Play an episode in every game with the policy's mode, or samples (generator). Returns the
+    returns (E,), and how many were cut off: after EVAL_STEPS, or by a signal for the `run`."""
     arrays, E = pool.arrays, len(pool.arrays["obs"])
     pool.call("start")
     returns, going = np.zeros(E), np.ones(E, bool)
@@ -1522,8 +1408,6 @@ def evaluate(model, pool, generator=None, run=None):
         going &= ~arrays["ended"]
         if not going.any() or run and run.signal:
             break
-    if not np.isfinite(returns).all():
-        raise GameError("NaN or infinity in the rewards of an evaluation")
     return returns, int(going.sum())
 
 
@@ -1535,15 +1419,15 @@ def evaluate_run(args):
     with closing(make_eval_pool(args, model)) as pool:
         returns, cut = evaluate(model, pool, generator)
         inputs = {name: pool.arrays[name][:1] for name in model.inputs if name != "starts"}
-    cut = f", {cut} of them cut off after {EVAL_STEPS:,} steps" if cut else ""
-    print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {len(returns)} episodes{cut}")
+    count = f"{len(returns)} episodes" + f", {cut} cut off at {EVAL_STEPS:,} steps" * (cut > 0)
+    print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {count}")
     if args.export_onnx:
         export_onnx(run_dir / "policy.onnx", model, inputs)
         print(f"policy: {run_dir / 'policy.onnx'}")
     if args.video:
         try:
             with closing(make_eval_pool(args, model, 1, render_mode="rgb_array")) as pool:
-                game = pool.games.games[0]
+                (game,) = pool.games.games
                 game.env = Camera(game.env, run_dir / "video.mp4")
                 evaluate(model, pool, generator)
         except Exception as error:
@@ -1557,15 +1441,13 @@ class Camera(gym.Wrapper):
 
     def __init__(self, env, path):
         super().__init__(env)
-        self.path, self.film, self.episode = path, None, 0
+        self.path, self.film, self.episode = str(path), None, 0
 
     def reset(self, **options):
-        """Reset the env and film it."""
         self.episode += 1
         return self.filmed(self.env.reset(**options))
 
     def step(self, action):
-        """Step the env and film it."""
         return self.filmed(self.env.step(action))
 
     def filmed(self, result):
@@ -1575,49 +1457,30 @@ class Camera(gym.Wrapper):
         if self.episode == 1:
             picture = np.ascontiguousarray(self.env.render()[..., ::-1])  # OpenCV wants BGR
             fps, code = self.env.metadata.get("render_fps", 30), cv2.VideoWriter_fourcc(*"mp4v")
-            options = str(self.path), code, fps, picture.shape[1::-1]
-            self.film = self.film or cv2.VideoWriter(*options)
+            self.film = self.film or cv2.VideoWriter(self.path, code, fps, picture.shape[1::-1])
             if not self.film.isOpened():
                 raise OSError(f"{self.path} cannot be written")
             self.film.write(picture)
         return result
 
 
-class Policy(nn.Module):
-    """The policy's mode, from what the env shows to what it takes: what --export-onnx writes."""
-
-    def __init__(self, model, inputs):
-        super().__init__()
-        self.model, self.inputs, space = model, inputs, model.action_space
-        self.start = torch.tensor(getattr(space, "start", 0))
-        self.bounds = [torch.tensor(getattr(space, name, 0)) for name in ("low", "high")]
-
-    def forward(self, *inputs):
-        """Inputs of `Model.policy` → its outputs, the actions as `to_env` makes them."""
-        actions, state = self.model.policy(**dict(zip(self.inputs, inputs, strict=True)))
-        if isinstance(self.model.action_space, gym.spaces.Box):
-            actions = torch.maximum(torch.minimum(actions, self.bounds[1]), self.bounds[0])
-        return actions + self.start if state is None else (actions + self.start, state)
-
-
 def export_onnx(path, model, inputs):
-    """Write the policy to a file that takes arrays like `inputs`, of any length.
-
-    The names are those of the inputs (obs; state if there is a memory, zeros at an episode's start;
-    action_mask), and action, next_state.
-    """
+    """Write the policy's mode: from obs, action_mask, state (zeros at an episode's start), those of
+    them in `inputs`, to action, as the env takes it, and next_state. Its `forward` is lost."""
     outputs = ["action", "next_state"] if "state" in inputs else ["action"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter speaks of its successor
-        torch.onnx.export(
-            Policy(model.eval(), list(inputs)).cpu(),
-            tuple(torch.from_numpy(array) for array in inputs.values()),
-            str(path),
-            input_names=list(inputs),
-            output_names=outputs,
-            dynamic_axes={name: {0: "batch"} for name in (*inputs, *outputs)},
-            dynamo=False,
-        )
+    options = {"input_names": list(inputs), "output_names": outputs, "dynamo": False}
+    options["dynamic_axes"] = {name: {0: "batch"} for name in (*inputs, *outputs)}
+
+    def policy(*tensors):
+        action, state = model.policy(**dict(zip(inputs, tensors, strict=True)))
+        if isinstance(space := model.action_space, gym.spaces.Box):  # as in `to_env`
+            action = action.clamp(torch.as_tensor(space.low), torch.as_tensor(space.high))
+        action = action + torch.as_tensor(getattr(space, "start", 0))
+        return action if state is None else (action, state)
+
+    model.cpu().forward = policy  # which the exporter calls
+    warnings.simplefilter("ignore")  # the exporter speaks of its successor
+    torch.onnx.export(model, (*map(torch.from_numpy, inputs.values()),), str(path), **options)
 
 
 def level_tags(levels, episodes, batches):
@@ -1638,7 +1501,6 @@ def level_tags(levels, episodes, batches):
 
 
 # ------------------------------------------------------------------------------------ reservoirs
-#
 # Shapes: n reservoirs stepped together, (ny, nx) cells, axis 0 = y, axis 1 = x; K fields.
 # Units:  m, days, Pa; permeability k in m², viscosity μ in Pa s; per metre of reservoir thickness,
 #         so rates q and fluxes v are m²/day and volumes are m².
@@ -1648,22 +1510,16 @@ FOOT, DAY, MILLIDARCY = 0.3048, 86400.0, 9.869233e-16  # m, s, m²
 
 @dataclass(frozen=True)
 class Case:
-    """A reservoir and its operation: everything that does not depend on the level.
+    """A reservoir and its operation: everything that does not depend on the level."""
 
-    `grids` are the (ny, nx) of the levels, coarse to fine; the last one is the policy's grid, on
-    which `injectors` and `producers` = ((rows), (columns)) lie. `fields(case, n, seed)` draws n
-    permeability fields (n, ny, nx) [m²] on it. An episode injects `pore_volumes` times the pore
-    space in `control_steps` × `substeps` × `dt` days, or `total_rate` m²/day if that is given.
-    """
-
-    grids: tuple
-    lx: float
+    grids: tuple  # (ny, nx) of the levels, coarse to fine; the last one is the policy's grid
+    lx: float  # size of the domain [m]
     ly: float
-    injectors: tuple
+    injectors: tuple  # ((rows), (columns)) of the wells on the policy's grid
     producers: tuple
-    fields: Callable
+    fields: Callable  # fields(case, n, seed): n permeability fields (n, ny, nx) [m²] on this grid
     dt: float  # one backward Euler step [days]
-    pore_volumes: float
+    pore_volumes: float  # injected in an episode of control_steps · substeps · dt days
     substeps: int = 5
     control_steps: int = 5
     porosity: float = 0.2
@@ -1672,7 +1528,7 @@ class Case:
     s_wir: float = 0.0  # saturations that cannot be displaced: water, oil
     s_oir: float = 0.0
     mobility: str = "linear"  # or "quadratic": relative permeability S or S²
-    total_rate: float | None = None
+    total_rate: float | None = None  # [m²/day], given instead of pore_volumes
     n_fields: int = 16
 
     @property
@@ -1683,53 +1539,43 @@ class Case:
     @property
     def rate(self):
         """What all injectors together inject, and all producers produce [m²/day]."""
-        pore_volume = self.lx * self.ly * self.porosity
-        days = self.control_steps * self.substeps * self.dt
-        return self.total_rate or self.pore_volumes * pore_volume / days
+        injected = self.pore_volumes * (self.lx * self.ly * self.porosity)  # [m²]
+        return self.total_rate or injected / (self.control_steps * self.substeps * self.dt)
 
 
 def channel_fields(case, n, seed):
-    """Straight channels, log k (millidarcy) 5.5 in -2, from the left to the right edge.
-
-    Width w ~ U(0.1, 0.3) of ly; its lower side starts and ends at heights ~ U(0, ly - w).
-    Returns (n, ny, nx) in m².
-    """
+    """Straight channels, log k (millidarcy) 5.5 in -2, from the left to the right edge, in m²."""
     (ny, nx), rng = case.grids[-1], np.random.default_rng(seed)
     x, y = (np.arange(nx) + 0.5) / nx, (np.arange(ny)[:, None] + 0.5) / ny
-    width, left, right = (u[:, None, None] for u in rng.random((3, n)))
+    # Width w ~ U(0.1, 0.3) of ly; its lower side starts and ends at heights ~ U(0, ly - w).
+    width, left, right = rng.random((3, n, 1, 1))
     width = 0.1 + 0.2 * width
     above = y - (1 - width) * (left + (right - left) * x)  # (n, ny, nx) height above the lower side
     return MILLIDARCY * np.exp(np.where((above >= 0) & (above <= width), 5.5, -2.0))
 
 
 def gaussian_fields(case, n, seed, mean=2.41, variance=5.0, lengths=(1.0, 0.1), angle=math.pi / 8):
-    """Gaussian log k (millidarcy), known to be `mean` at the wells.
-
-    Covariance C(h) = variance · exp(-|h'|), h' = h rotated by `angle` [rad, from x to -y] and
-    divided by `lengths` · lx. Drawn on a periodic grid by FFT (circulant embedding, Dietrich &
-    Newsam 1997), then conditioned by simple kriging. Returns (n, ny, nx) in m².
-    """
+    """Gaussian log k (millidarcy), known to be `mean` at the wells, in m²."""
     (ny, nx), rng = case.grids[-1], np.random.default_rng(seed)
-    dy, dx = case.ly / ny, case.lx / nx
-    cos, sin = math.cos(angle), math.sin(angle)
+    dy, dx, cos, sin = case.ly / ny, case.lx / nx, math.cos(angle), math.sin(angle)
 
+    # C(h) = variance · exp(-|h'|), h' = h rotated by angle [rad, x to -y], divided by lengths · lx
     def covariance(hy, hx):
         along, across = cos * hx - sin * hy, cos * hy + sin * hx
         return variance * np.exp(-np.hypot(along / lengths[0], across / lengths[1]) / case.lx)
 
-    # Period: domain + 8 longest lengths. C is within 0.4 % of the wanted one (5 lengths: 2 %).
-    pad = 8 * max(lengths) * case.lx
+    # Drawn on a periodic grid by FFT (circulant embedding, Dietrich & Newsam 1997), whose period is
+    # the domain + 8 longest lengths: C is within 0.4 % of the wanted one (5 lengths: 2 %).
+    pad, z = 8 * max(lengths) * case.lx, []
     my, mx = math.ceil((case.ly + pad) / dy), math.ceil((case.lx + pad) / dx)
     hy, hx = np.fft.fftfreq(my, 1 / my) * dy, np.fft.fftfreq(mx, 1 / mx) * dx
     eigenvalues = np.fft.fft2(covariance(hy[:, None], hx)).real.clip(min=0)  # (my, mx)
-    z = np.empty((n, ny, nx))
-    for i in range(0, n, 2):  # real and imaginary part are two independent fields
-        noise = rng.standard_normal((2, my, mx))
-        both = np.fft.fft2(np.sqrt(eigenvalues / eigenvalues.size) * (noise[0] + 1j * noise[1]))
-        z[i] = both.real[:ny, :nx]
-        z[i + 1 : i + 2] = both.imag[:ny, :nx]
-
-    # Kriging: z(x) ← z(x) - C(x, wells) C(wells, wells)⁻¹ z(wells), which is 0 at the wells.
+    for _ in range(0, n, 2):  # real and imaginary part are two independent fields
+        a, b = rng.standard_normal((2, my, mx))
+        both = np.fft.fft2(np.sqrt(eigenvalues / eigenvalues.size) * (a + 1j * b))[:ny, :nx]
+        z += [both.real.copy(), both.imag.copy()]
+    z = np.array(z[:n])  # (n, ny, nx)
+    # Simple kriging: z(x) ← z(x) - C(x, wells) C(wells, wells)⁻¹ z(wells), which is 0 at the wells.
     rows, cols = np.concatenate([case.injectors, case.producers], axis=1)
     y, x = np.arange(ny) * dy, np.arange(nx) * dx
     c_cells = covariance(y[:, None, None] - y[rows], x[:, None] - x[cols])  # (ny, nx, wells)
@@ -1739,43 +1585,33 @@ def gaussian_fields(case, n, seed, mean=2.41, variance=5.0, lengths=(1.0, 0.1), 
 
 
 def streak_fields(case, n, seed):
-    """Thief zones: log k (millidarcy) ~ N(3, 0.3²) per cell, crossed by 2 or 3 streaks of log k 8.
-
-    A streak is one cell wide and runs from a random row on the left to a random row on the right,
-    each cell touching the next with a face. Coarse grids (harmonic means) do not see it.
-    Returns (n, ny, nx) in m².
-    """
+    """Thief zones coarse grids do not see: log k (millidarcy) N(3, 0.3²), streaks of 8; in m²."""
     (ny, nx), rng = case.grids[-1], np.random.default_rng(seed)
     log_k = rng.normal(3.0, 0.3, (n, ny, nx))
     for field in log_k:
-        for _ in range(rng.integers(2, 4)):
+        for _ in range(rng.integers(2, 4)):  # one cell wide, from a random row to a random row
             rows = np.rint(np.linspace(*rng.integers(ny, size=2), nx)).astype(int)
-            for col in range(nx):  # from the previous column's row to this one's
+            for col in range(nx):  # fill from the previous column's row to this one's
                 low, high = sorted(rows[max(col - 1, 0) : col + 1][[0, -1]])
                 field[low : high + 1, col] = 8.0
     return MILLIDARCY * np.exp(log_k)
 
 
 def _built_in_cases():
-    def edges(rows, nx):  # injectors on the left edge, producers on the right
-        rows = tuple(rows)
-        return {"injectors": (rows, (0,) * len(rows)), "producers": (rows, (nx - 1,) * len(rows))}
-
-    square = {"lx": 1200 * FOOT, "ly": 1200 * FOOT, "dt": 5.0, "pore_volumes": 0.7}
-    grids = tuple((m, m) for m in (8, 16, 32, 64, 128))
-    v1 = Case(grids, fields=channel_fields, **edges(range(2, 128, 4), 128), **square)
-    v3 = Case(grids[:4], fields=streak_fields, **edges(range(1, 64, 2), 64), **square)
+    grids, size = tuple((m, m) for m in (8, 16, 32, 64, 128)), (1200 * FOOT, 1200 * FOOT)
+    rows, left = tuple(range(2, 128, 4)), (0,) * 32  # injectors left edge, producers right edge
+    wells = (rows, left), (rows, (127,) * 32)
+    v1 = Case(grids, *size, *wells, channel_fields, dt=5.0, pore_volumes=0.7)
+    wells = (tuple(range(1, 64, 2)), left), (tuple(range(1, 64, 2)), (63,) * 32)
+    v3 = Case(grids[:4], *size, *wells, streak_fields, dt=5.0, pore_volumes=0.7)
+    grids, size = ((27, 9), (57, 19), (111, 37), (219, 73)), (620 * FOOT, 1820 * FOOT)
     rows = tuple(range(1, 219, 36))  # injectors in the middle column, producers on both edges
-    wells = {"injectors": (rows, (36,) * 7), "producers": (tuple(sorted(2 * rows)), (0, 72) * 7)}
-    tall = {"lx": 620 * FOOT, "ly": 1820 * FOOT, "dt": 1.0, "pore_volumes": 1.0}
-    v2 = Case(((27, 9), (57, 19), (111, 37), (219, 73)), fields=gaussian_fields, **wells, **tall)
+    wells = (rows, (36,) * 7), (tuple(sorted(2 * rows)), (0, 72) * 7)
+    v2 = Case(grids, *size, *wells, gaussian_fields, dt=1.0, pore_volumes=1.0)
     return {"ResSim-v1": v1, "ResSim-v2": v2, "ResSim-v3": v3}
 
 
 CASES = _built_in_cases()
-
-
-# Maps between grids ----------------------------------------------------------------------------
 
 
 def partition(n, parts):
@@ -1803,18 +1639,13 @@ def refine(x, shape):
     return x.repeat(rows, axis=-2).repeat(np.diff(partition(shape[1], x.shape[-1])), axis=-1)
 
 
-# The solver: pressure, fluxes, transport ---------------------------------------------------------
-
-
 def mobility(s, case):
     """Total mobility λ [1/(Pa s)], water's share f of the flow and df/ds at saturations s."""
-    movable = 1 - case.s_wir - case.s_oir
-    power = 1 if case.mobility == "linear" else 2
+    movable, m = 1 - case.s_wir - case.s_oir, 1 if case.mobility == "linear" else 2
     # S = (s - s_wir) / (1 - s_wir - s_oir), λ_w = Sᵐ/μ_w, λ_o = (1 - S)ᵐ/μ_o, m = 1 or 2
     big_s = (s - case.s_wir) / movable
-    water, oil = big_s**power / case.mu_w, (1 - big_s) ** power / case.mu_o
-    d_water = power * big_s ** (power - 1) / case.mu_w
-    d_oil = -power * (1 - big_s) ** (power - 1) / case.mu_o
+    water, oil = big_s**m / case.mu_w, (1 - big_s) ** m / case.mu_o
+    d_water, d_oil = m * big_s ** (m - 1) / case.mu_w, -m * (1 - big_s) ** (m - 1) / case.mu_o
     # λ = λ_w + λ_o, f = λ_w / λ, df/ds = (λ_w' λ_o - λ_w λ_o') / λ² · dS/ds
     total = water + oil
     return total, water / total, (d_water * oil - water * d_oil) / (total**2 * movable)
@@ -1838,9 +1669,8 @@ def factor_pressure(tx, ty):
     diagonal[1:] += ty
     diagonal[0, 0] *= 2  # p is free up to a constant: this makes p[0, 0] = 0, since Σ q = 0
     east, south = -east.ravel()[:-1], -south.ravel()[:-nx]
-    matrix = sparse.diags_array(
-        [south, east, diagonal.ravel(), east, south], offsets=[-nx, -1, 0, 1, nx], format="csc"
-    )
+    bands = [south, east, diagonal.ravel(), east, south]
+    matrix = sparse.diags_array(bands, offsets=[-nx, -1, 0, 1, nx], format="csc")
     matrix.eliminate_zeros()
     options = {"diag_pivot_thresh": 0, "panel_size": 4, "relax": 2}  # for symmetric matrices
     return splu(matrix, "MMD_AT_PLUS_A", **options, options={"SymmetricMode": True})
@@ -1857,25 +1687,17 @@ def fluxes(p, tx, ty):
 
 
 def flow_matrix(p, vx, vy, q):
-    """What leaves and enters the cells when every cell's fluid moves along vx, vy and q.
-
-    The cells of each reservoir are ordered by falling pressure. Everything then flows from earlier
-    to later cells, so the upwind matrix is lower triangular, and block-diagonal over reservoirs.
-    Returns the order (n·ny·nx,) and the entries, diagonal first: values, rows, columns.
-    """
-    n, size = len(p), p.size
-    order = np.argsort(-p.reshape(n, -1), axis=1)
-    order = (order + size // n * np.arange(n)[:, None]).ravel()
-    index, rank = np.arange(size, dtype=np.int32), np.empty(size, dtype=np.int32)
-    rank[order] = index
-    rank = rank.reshape(p.shape)
+    """Upwind matrix of flow vx, vy, q: order of cells; values (diagonal first), rows, columns."""
+    # Ordered by falling pressure, fluid moves to later cells only: the matrix is lower triangular.
+    n, index, rank = len(p), np.arange(p.size, dtype=np.int32), np.empty(p.shape, dtype=np.int32)
+    order = (np.argsort(-p.reshape(n, -1)) + p[0].size * np.arange(n)[:, None]).ravel()
+    rank.reshape(-1)[order] = index
     leaving = np.maximum(vx[:, :, 1:], 0) - np.minimum(vx[:, :, :-1], 0) - np.minimum(q, 0)
     leaving += np.maximum(vy[:, 1:], 0) - np.minimum(vy[:, :-1], 0)
-    a = [rank[:, :, :-1].ravel(), rank[:, :-1].ravel()]  # the two cells of every face
-    b = [rank[:, :, 1:].ravel(), rank[:, 1:].ravel()]
-    down = np.concatenate([index, *map(np.maximum, a, b)])
-    up = np.concatenate([index, *map(np.minimum, a, b)])
     entering = [-np.abs(vx[:, :, 1:-1]).ravel(), -np.abs(vy[:, 1:-1]).ravel()]
+    x, y = (rank[:, :, :-1], rank[:, :, 1:]), (rank[:, :-1], rank[:, 1:])  # both cells of each face
+    down = np.concatenate([index, np.maximum(*x).ravel(), np.maximum(*y).ravel()])
+    up = np.concatenate([index, np.minimum(*x).ravel(), np.minimum(*y).ravel()])
     return order, np.concatenate([leaving.ravel()[order], *entering]), down, up
 
 
@@ -1891,15 +1713,14 @@ def factor_lower(values, rows, cols):
 def transport(s, p, vx, vy, q, pore, case):
     """Saturations (n, ny, nx) after `case.substeps` backward Euler steps of `case.dt` days.
 
-    s, p, q are (n, ny, nx), vx and vy as `fluxes` returns them, `pore` [m²] is the cells' pore
-    space (number or array). Injected is water only. RuntimeError if Newton does not converge.
+    vx, vy are those of `fluxes`, pore [m²] is a cell's pore space (number or array); RuntimeError
+    if Newton does not converge.
     """
     movable, n, size = 1 - case.s_wir - case.s_oir, len(s), s.size
     order, flow, down, up = flow_matrix(p, vx, vy, q)
     storage = np.broadcast_to(pore * movable / case.dt, s.shape).ravel()[order]
     source = np.maximum(q, 0).ravel()[order]
     big_s = ((s.ravel() - case.s_wir) / movable)[order]  # S = (s - s_wir) / movable, ordered
-
     # Every step solves  storage (S⁺ - S) + flow f(S⁺) = source  for S⁺.
     if case.linear:  # f(S) = S: one matrix for all steps
         flow[:size] += storage
@@ -1916,8 +1737,7 @@ def transport(s, p, vx, vy, q, pore, case):
             old = big_s
             for _ in range(200):
                 _, f, df = mobility(case.s_wir + movable * big_s, case)
-                net = np.bincount(down, flow * f[up], size)  # flow f(S)
-                residual = storage * (big_s - old) + net - source
+                residual = storage * (big_s - old) + np.bincount(down, flow * f[up], size) - source
                 error = np.abs(residual / throughput).reshape(n, -1).max(axis=1)
                 if (error < 1e-12).all():
                     break
@@ -1930,80 +1750,54 @@ def transport(s, p, vx, vy, q, pore, case):
                 big_s = np.where(np.repeat(error < 1e-12, size // n), big_s, new)
             else:
                 raise RuntimeError(f"transport: Newton residual {error.max():.1e} after 200 steps")
-
     result = np.empty(size)
     result[order] = case.s_wir + movable * big_s
     return result.reshape(s.shape)
 
 
 class Grid:
-    """One level of a case: its cells, wells, fields and factored pressure matrices.
-
-    `perm` (K, ny, nx) [m²] lies on this level's or on the finest grid. A case's simulations
-    share it: with constant mobility a field's pressure matrix is factored once in a process.
-    """
+    """One level of a case; perm (K, ny, nx) [m²] lies on this level's or on the finest grid."""
 
     def __init__(self, case, level, perm):
         self.case, self.level, self.shape = case, level, case.grids[level - 1]
         self.perm = coarsen(perm, self.shape, "harmonic")  # (K, ny, nx)
         self.pore = case.lx * case.ly * case.porosity / math.prod(self.shape)  # [m²] per cell
-        self.oil_in_place = self.pore * math.prod(self.shape) * (1 - case.s_wir)
-        edges = [partition(*sizes) for sizes in zip(case.grids[-1], self.shape)]
-        # The cell (row, col) of this grid that holds each well of the finest grid.
-        self.injectors, self.producers = (
-            tuple(np.searchsorted(e, w, "right") - 1 for e, w in zip(edges, wells))
-            for wells in (case.injectors, case.producers)
-        )
+        # The wells' cells, (wells,) indices into the ny·nx cells; coarse ones may hold several.
+        cells = refine(np.arange(math.prod(self.shape)).reshape(self.shape), case.grids[-1])
+        self.injectors, self.producers = cells[tuple(case.injectors)], cells[tuple(case.producers)]
         self.factored = {}  # field -> (LU factors, tx, ty)
 
     def solve_pressure(self, field, s, q):
         """Pressure p [Pa] (ny, nx) with div(-k λ(s) grad p) = q, and tx, ty."""
-        if self.case.linear and field in self.factored:
-            lu, tx, ty = self.factored[field]
-        else:
+        factored = self.factored if self.case.linear else {}  # linear: λ never changes
+        if field not in factored:
             k = self.perm[field] * mobility(s, self.case)[0]
             tx, ty = transmissibility(k, self.case.lx, self.case.ly)
-            lu = factor_pressure(tx, ty)
-            if self.case.linear:
-                self.factored[field] = lu, tx, ty
+            factored[field] = factor_pressure(tx, ty), tx, ty
+        lu, tx, ty = factored[field]
         return lu.solve(q.ravel()).reshape(q.shape), tx, ty
-
-    def rates(self, actions):
-        """phi for a batch: actions (n, injectors + producers) -> q (n, ny, nx) [m²/day]."""
-        n_injectors = len(self.injectors[0])
-        a = actions.clip(0.001, 1)
-        share_in, share_out = a[:, :n_injectors], a[:, n_injectors:]
-        q, i = np.zeros((len(a), *self.shape)), np.arange(len(a))[:, None]
-        # q = total rate · a / Σ a, wells in the same cell add up
-        np.add.at(q, (i, *self.injectors), self.case.rate * share_in / share_in.sum(1)[:, None])
-        np.add.at(q, (i, *self.producers), -self.case.rate * share_out / share_out.sum(1)[:, None])
-        return q
 
     def observe(self, s, p):
         """psi for a batch: s, p (n, ny, nx) -> (n, observations), see `ResSim.psi`."""
-        (y_in, x_in), (y_out, x_out) = self.injectors, self.producers
-        p = np.concatenate([p[:, y_out, x_out], p[:, y_in, x_in]], axis=1)
+        s, p = s.reshape(len(s), -1), p.reshape(len(p), -1)
+        p = p[:, np.concatenate([self.producers, self.injectors])]
         low, high = p.min(axis=1, keepdims=True), p.max(axis=1, keepdims=True)
         p = 1 - 2 * (high - p) / np.maximum(high - low, 1e-300)  # all 1 if there is no difference
-        return np.concatenate([s[:, y_out, x_out].clip(0, 1), p], axis=1)
+        return np.concatenate([s[:, self.producers].clip(0, 1), p], axis=1)
 
 
-@functools.cache
-def _drawn_fields(case, evaluation):
-    return case.fields(case, case.n_fields, int(evaluation))  # the seed: 0 training, 1 evaluation
-
-
-@functools.cache
+@functools.cache  # so that a field's pressure matrix is factored once in a process
 def _shared_grid(case, level, evaluation):
-    return Grid(case, level, _drawn_fields(case, evaluation))
+    if level < len(case.grids):
+        return Grid(case, level, _shared_grid(case, len(case.grids), evaluation).perm)
+    return Grid(case, level, case.fields(case, case.n_fields, int(evaluation)))  # seed 0 or 1
 
 
 class ResSim(gym.Env):
     """Water displaces oil in one reservoir, simulated on one level; an action sets the wells.
 
-    Single-phase Darcy pressure and two-point fluxes once per control step, then upwind transport
-    (Dixit & ElSheikh, arXiv 2210.08400, section 4). The reward is the oil produced in the control
-    step / oil originally in place. The episode ends (terminated) after `case.control_steps` steps.
+    Darcy pressure once per control step, then upwind transport (Dixit & ElSheikh, arXiv 2210.08400,
+    section 4). Reward: oil produced / oil in place at first. Terminated after `case.control_steps`.
 
     case        a `Case` or a name in CASES
     level       1 = coarsest .. len(case.grids) = finest (default); spaces are the same on all
@@ -2018,55 +1812,48 @@ class ResSim(gym.Env):
         level = len(case.grids) if level is None else level
         if level not in range(1, len(case.grids) + 1):
             raise ValueError(f"level must be 1..{len(case.grids)}, got {level}")
-        self.evaluation, self.render_mode = evaluation, render_mode
+        self.evaluation, self.render_mode, self.t = evaluation, render_mode, None
         if perm is None:
             self.grid = _shared_grid(case, level, evaluation)
         else:
             if np.iscomplexobj(perm):
                 raise ValueError("perm must be real")
             perm = np.asarray(perm, dtype=np.float64)
-            shapes = [case.grids[level - 1], case.grids[-1]]
-            if perm.ndim != 3 or perm.shape[1:] not in shapes or len(perm) == 0:
-                raise ValueError(
-                    f"perm must be (K, ny, nx), (ny, nx) in {shapes}, not {perm.shape}"
-                )
-            if not (np.isfinite(perm).all() and (perm > 0).all()):
-                raise ValueError("perm must be finite and positive everywhere")
+            fits = perm.ndim == 3 and perm.shape[1:] in (case.grids[level - 1], case.grids[-1])
+            if not fits or len(perm) == 0 or not ((perm > 0) & (perm < np.inf)).all():
+                raise ValueError("perm must be (K, ny, nx) on this or the finest grid, finite, > 0")
             self.grid = Grid(case, level, perm)
         n_in, n_out = len(case.injectors[0]), len(case.producers[0])
         low = np.r_[np.zeros(n_out), -np.ones(n_out + n_in)].astype(np.float32)
         self.observation_space = gym.spaces.Box(low, np.float32(1), dtype=np.float32)
         self.action_space = gym.spaces.Box(0.001, 1, (n_in + n_out,), dtype=np.float32)
-        self.t = None  # control steps since reset
 
     def reset(self, *, seed=None, options=None):
-        """All oil; a field is drawn, or `options={"field": k}` picks it. Returns psi, info.
-
-        In evaluation a seed picks the field seed mod K, so that consecutive seeds visit all fields.
-        """
+        """All oil; a field is drawn, or `options={"field": k}` picks it. Returns psi, info."""
         super().reset(seed=seed)
         n_fields = len(self.grid.perm)
         self.field = int(self.np_random.integers(n_fields))
         if self.evaluation and seed is not None:
-            self.field = seed % n_fields  # the seeds of an evaluation visit every field
-        if options and "field" in options:
-            self.field = int(options["field"])
-            if self.field not in range(n_fields):
-                raise ValueError(f"field must be 0..{n_fields - 1}, got {self.field}")
+            self.field = seed % n_fields  # consecutive seeds of an evaluation visit every field
+        self.field = int((options or {}).get("field", self.field))
+        if self.field not in range(n_fields):
+            raise ValueError(f"field must be 0..{n_fields - 1}, got {self.field}")
         self.s = np.full(self.grid.shape, self.case.s_wir)  # water saturation
-        self.p = np.zeros(self.grid.shape)  # pressure
-        self.t = 0
+        self.p, self.t = np.zeros(self.grid.shape), 0  # pressure, control steps since reset
         return self.psi().astype(np.float32), {"field": self.field}
 
     def phi(self, action):
-        """Policy's action, relative rates (injectors, then producers) -> q (ny, nx) [m²/day]."""
-        return self.grid.rates(np.asarray(action, dtype=np.float64)[None])[0]
+        """Action (..., wells), relative rates, injectors first -> q (..., ny, nx) [m²/day]."""
+        grid, a = self.grid, np.asarray(action, dtype=np.float64).clip(0.001, 1)
+        a_in, a_out = a[..., : len(grid.injectors)], a[..., len(grid.injectors) :]
+        q = np.zeros((*a.shape[:-1], math.prod(grid.shape)))
+        # q = ± total rate · a / Σ a, wells in the same cell add up
+        np.add.at(q, (..., grid.injectors), self.case.rate * a_in / a_in.sum(-1, keepdims=True))
+        np.add.at(q, (..., grid.producers), -self.case.rate * a_out / a_out.sum(-1, keepdims=True))
+        return q.reshape(*a.shape[:-1], *grid.shape)
 
     def psi(self):
-        """State -> policy's observation: s at producers, p at producers, p at injectors.
-
-        Coarse cells stand for all finest cells in them. p is scaled to [-1, 1] over the wells.
-        """
+        """State -> observation: s and p at producers, p at injectors, p scaled to [-1, 1]."""
         return self.grid.observe(self.s[None], self.p[None])[0]
 
     def get_state(self):
@@ -2074,15 +1861,10 @@ class ResSim(gym.Env):
         return self.s, self.p, self.t, self.field, self.np_random
 
     def set_state(self, state):
-        """Go on from a state."""
         self.s, self.p, self.t, self.field, self.np_random = state
 
     def map_from(self, other):
-        """Takes over the state of the same simulation on another (or the same) level.
-
-        Saturation and pressure are means over the cells in a coarser cell, or repeated over those
-        in it; the field is the same one, on this level. ValueError if `other` is another case.
-        """
+        """Take over the state of another level, coarsened or refined; ValueError: another case."""
         same = self.case == other.case and self.evaluation == other.evaluation
         if not same or len(self.grid.perm) != len(other.grid.perm) or other.t is None:
             raise ValueError("map_from needs the same simulation (case, fields), after its reset")
@@ -2097,37 +1879,31 @@ class ResSim(gym.Env):
 
     @staticmethod
     def step_batch(envs, actions):
-        """One control step of n simulations of one case and level; bitwise as if stepped alone.
+        """`step` of n simulations of one case and level, bitwise as if stepped alone; no reset.
 
-        actions (n, n_actions) -> obs (n, n_obs) float32, rewards (n,) float64, terminated (n,),
-        truncated (n,) bool. Nothing is reset.
+        actions (n, wells) -> obs (n, n_obs) float32, rewards (n,), terminated (n,), truncated (n,).
         """
-        case, grid = envs[0].case, envs[0].grid
+        case, grid, shape = envs[0].case, envs[0].grid, (len(envs), *envs[0].action_space.shape)
         actions = np.asarray(actions, dtype=np.float64)
-        if actions.shape != (len(envs), *envs[0].action_space.shape):
-            raise ValueError(f"actions have shape {actions.shape} for {len(envs)} simulations")
-        if not np.isfinite(actions).all():
-            raise ValueError("actions must be finite")
+        if actions.shape != shape or not np.isfinite(actions).all():
+            raise ValueError(f"actions must be finite and of shape {shape}")
         if any(env.t is None or env.t >= case.control_steps for env in envs):
             raise RuntimeError("ResSim: step() before reset() or after the end of the episode")
-        rates = grid.rates(actions)
-        obs, rewards = [], []
-        # As many reservoirs at a time as the processor's cache holds.
-        chunk = max(1, 2**13 // rates[0].size)
+        rates, obs, rewards = envs[0].phi(actions), [], []
+        chunk = max(1, 2**13 // rates[0].size)  # reservoirs at a time: what the cache holds
         for start in range(0, len(envs), chunk):
             part, q = envs[start : start + chunk], rates[start : start + chunk]
             s = np.stack([env.s for env in part])  # (chunk, ny, nx)
             # One right-hand side per solve: solving several at once rounds differently.
             solved = [e.grid.solve_pressure(e.field, e.s, q_e) for e, q_e in zip(part, q)]
             p, tx, ty = (np.stack(arrays) for arrays in zip(*solved))
-            vx, vy = fluxes(p, tx, ty)
-            s_new = transport(s, p, vx, vy, q, grid.pore, case)
+            s_new = transport(s, p, *fluxes(p, tx, ty), q, grid.pore, case)
             # Nothing is compressible and all boundaries are closed: oil produced = water gained
             gained = grid.pore * (s_new - s).reshape(len(part), -1).sum(axis=1)
-            rewards.append(gained / grid.oil_in_place)
+            rewards.append(gained / (grid.pore * s[0].size * (1 - case.s_wir)))
             obs.append(grid.observe(s_new, p).astype(np.float32))
-            for i, env in enumerate(part):
-                env.s, env.p, env.t = s_new[i], p[i], env.t + 1
+            for env, env_s, env_p in zip(part, s_new, p):
+                env.s, env.p, env.t = env_s, env_p, env.t + 1
         terminated = np.array([env.t >= case.control_steps for env in envs])
         return np.concatenate(obs), np.concatenate(rewards), terminated, np.zeros(len(envs), bool)
 
@@ -2136,18 +1912,18 @@ class ResSim(gym.Env):
         zoom = math.ceil(256 / self.case.grids[-1][0])
         share = refine(self.s, self.case.grids[-1])[..., None].clip(0, 1)
         image = (1 - share) * (84, 52, 30) + share * (44, 123, 214)  # (ny, nx, 3)
-        image = image.repeat(zoom, axis=0).repeat(zoom, axis=1).astype(np.uint8)
-        injectors = [(*well, (255, 255, 255)) for well in zip(*self.case.injectors)]
-        producers = [(*well, (230, 30, 30)) for well in zip(*self.case.producers)]
-        for row, col, colour in injectors + producers:
-            y, x = row * zoom, col * zoom
-            image[max(y - 1, 0) : y + zoom + 1, max(x - 1, 0) : x + zoom + 1] = colour
+        image = image.astype(np.uint8).repeat(zoom, axis=0).repeat(zoom, axis=1)
+        wells = (self.case.injectors, 255), (self.case.producers, (230, 30, 30))
+        for (rows, cols), colour in wells:
+            for y, x in zip(np.multiply(rows, zoom), np.multiply(cols, zoom)):
+                image[max(y - 1, 0) : y + zoom + 1, max(x - 1, 0) : x + zoom + 1] = colour
         return image
 
 
 for _name in CASES:
     if _name not in gym.registry:  # the script may be __main__ and imported
         gym.register(_name, entry_point=ResSim, kwargs={"case": _name})
+
 
 # ------------------------------------------------------------------------------------ command line
 
@@ -2157,15 +1933,6 @@ MAY_CHANGE = {*MAY_CHANGE.split(), "eval_level"}
 NOT_KEPT = {"resume", "eval", "sample", "video", "export_onnx", "quiet"}
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line naming the option, exit code 2."""
-
-    def error(self, message):
-        """Print the line and exit; rank 0 comes first, which ends the others."""
-        time.sleep(5 if rank() > 0 else 0)
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def add_option(group, name, kind, default, text, **more):
     """Add an option to a parser's group; the kind is a type, bool for --x, --no-x, None for --x."""
     actions = {bool: argparse.BooleanOptionalAction, None: "store_true"}
@@ -2173,18 +1940,16 @@ def add_option(group, name, kind, default, text, **more):
     group.add_argument(name, default=default, help=text, **more)
 
 
-def number(kind, low=-math.inf, high=math.inf, above=-math.inf):
-    """Return an argparse type: a finite `kind` in [low, high] that is above `above`."""
+def number(kind, low=-1e300, high=1e300):
+    """Return an argparse type: a `kind` from low to high, neither NaN nor infinite."""
 
     def parse(text):
         value = kind(text)
-        if not (low <= value <= high and above < value and abs(value) < math.inf):
-            bounds = {"at least": low, "above": above, "at most": high}.items()
-            bounds = " and ".join(f"{word} {x}" for word, x in bounds if abs(x) < math.inf)
-            raise argparse.ArgumentTypeError(f"{text} is out of range, it must be {bounds}")
+        if not low <= value <= high:
+            raise ValueError
         return value
 
-    parse.__name__ = kind.__name__
+    parse.__name__ = f"{kind.__name__} from {low} to {high}"  # argparse says "invalid int from"
     return parse
 
 
@@ -2233,23 +1998,20 @@ def parse_with_run(parser, argv):
     """Parse argv; with --resume or --eval that run's options are the defaults, and most stay."""
     args = parser.parse_args(argv)
     run_dir, option = args.resume or args.eval, "--resume" if args.resume else "--eval"
-    for name in ("sample", "video", "export_onnx"):
-        if getattr(args, name) and not args.eval:
-            parser.error(f"argument --{name.replace('_', '-')}: only with --eval")
+    if not args.eval and (args.sample or args.video or args.export_onnx):
+        parser.error("arguments --sample, --video, --export-onnx: only with --eval")
     if run_dir:
         with option_error(parser, option):
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
             if foreign := options.keys() - vars(args).keys():
-                raise ValueError(f"{run_dir} is a run of another script, with {min(foreign)}")
-        if args.total_timesteps or args.num_iterations:
-            options |= {"total_timesteps": None, "num_iterations": None}
-        parser.set_defaults(**options)
-        args = parser.parse_args(argv)
-        for name in sorted(options.keys() - MAY_CHANGE):
-            if getattr(args, name) != options[name]:
-                name, value = name.replace("_", "-"), options[name]
-                parser.error(f"argument --{name}: the run has {value}, which cannot change")
-        with option_error(parser, option):
+                parser.error(f"argument {option}: a run of another script, with {min(foreign)}")
+            if args.total_timesteps or args.num_iterations:
+                options |= {"total_timesteps": None, "num_iterations": None}
+            args = parser.parse_args(argv, argparse.Namespace(**options))
+            for name in sorted(options.keys() - MAY_CHANGE):
+                if (value := options[name]) != getattr(args, name):
+                    name = name.replace("_", "-")
+                    parser.error(f"argument --{name}: the run has {value}, which cannot change")
             make_model(args).load_state_dict(load_checkpoint(run_dir)["model"])
     with option_error(parser, "--device"):
         torch.empty(0, device=None if args.device == "auto" else args.device)
@@ -2257,20 +2019,18 @@ def parse_with_run(parser, argv):
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with option_error(parser, "--log-dir"):
         Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-    with option_error(parser, "--run-name"):
-        if rank() == 0 and not run_dir and run_path(args).exists():
-            raise ValueError(f"'{args.run_name}' is there already, choose another")
+    if rank() == 0 and not run_dir and (path := run_path(args)).exists():
+        parser.error(f"argument --run-name: {path} is there already")
     return args
 
 
 def check_rows(parser, args, num_rows, rows="rows"):
     """Refuse minibatches and ranks that cannot share the rows equally, or get too few of them."""
     B, ranks = args.num_minibatches, num_ranks()
-    if num_rows % B:
-        parser.error(f"argument --num-minibatches: {B} does not divide the {num_rows} {rows}")
-    if num_rows // B % ranks or args.num_envs % ranks:
-        name = "envs" if args.num_envs % ranks else "minibatches"
-        parser.error(f"argument --num-{name}: {ranks} ranks cannot share the {rows} equally")
+    if num_rows % (B * ranks) or args.num_envs % ranks:
+        option = "envs" if args.num_envs % ranks else "minibatches"
+        problem = f"{num_rows} {rows} are not {B} equal minibatches for {ranks} ranks"
+        parser.error(f"argument --num-{option}: {problem}")
     if rows == "rows" and num_rows == {"minibatch": B, "batch": 1}.get(args.norm_adv):
         parser.error(f"argument --num-minibatches: --norm-adv {args.norm_adv} needs 2 rows")
 
@@ -2285,23 +2045,23 @@ def option_error(parser, option):
 
 
 def one_line(error):
-    """Return an exception as one line, with its kind and place where it may not explain itself."""
-    line = " ".join(str(error).split())[:500]
-    if line and isinstance(error, (ValueError, OSError, ImportError, gym.error.Error)):
-        return line
+    """Return an exception as one line, with the place where it may not explain itself."""
+    line = " ".join(f"{type(error).__name__}: {error}".split())[:500]
     place = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{place.name}, {Path(place.filename).name}:{place.lineno}"
-    return f"{line} ({type(error).__name__} in {place})"
+    known = isinstance(error, (ValueError, OSError, ImportError, gym.error.Error))
+    return line if known else f"{line} (in {place.name}, {place.filename}:{place.lineno})"
 
 
 def main():
     """Run the command line. Returns the exit code."""
     sys.path.append(os.getcwd())  # where a module of --env may lie
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors to the Run
+    errors = GameError, FloatingPointError, OSError, MemoryError, ImportError
+    errors += (RuntimeError,) if num_ranks() > 1 else ()  # of torch, if another rank is gone
     try:
         args = parse_args()
         result = evaluate_run(args) if args.eval else train(args)
-    except (GameError, FloatingPointError, OSError, MemoryError) as error:
+    except errors as error:
         print(f"{Path(__file__).name}: error: {error or 'out of memory'}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
