@@ -57,9 +57,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+
 # ------------------------------------------------------------------------------------ options
-
-
 def make_parser():
     """Return the parser of the command line."""
     style = argparse.ArgumentDefaultsHelpFormatter  # no usage: an error is one line
@@ -139,8 +138,6 @@ def add_network_options(parser):
 
 
 # ------------------------------------------------------------------------------------ train
-
-
 def train(args):
     """Train as `args` say. Returns the `Run`. Saves, then raises GameError, when a game fails."""
     torch.set_num_threads(1)  # more threads only slow a small network down
@@ -177,8 +174,6 @@ def set_learning_rates(optimizer, args, iteration):
 
 
 # ------------------------------------------------------------------------------------ rollout
-
-
 @torch.no_grad()
 def rollout(model, pool, args, generator):
     """Take T steps in all N games with the current policy. Returns the buffer, tensors (T, N, ...):
@@ -221,8 +216,6 @@ def make_noise(model, num_steps, num_envs, generator):
 
 
 # ------------------------------------------------------------------------------------ GAE
-
-
 def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     """Generalized advantage estimation; all tensors are (T, N). `next_values[t]` is V of where step
     t led: nothing if it `terminated` the episode. Both kinds of end stop the sum over steps."""
@@ -265,8 +258,6 @@ def explained_variance(batch):
 
 
 # ------------------------------------------------------------------------------------ losses
-
-
 def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row. `batch` holds obs (M, ...) and the model's other inputs,
     actions (M, ...), logprobs, values, advantages, returns (M,). Returns pg_loss, v_loss, entropy
@@ -295,8 +286,6 @@ def policy_change(logratio, clip_coef):
 
 
 # ------------------------------------------------------------------------------------ update
-
-
 def update(model, optimizer, batch, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     seen, B = [], args.num_minibatches
@@ -342,7 +331,8 @@ def normalised(advantages):
 def take_step(optimizer, loss, max_grad_norm):
     """Take an optimizer step down the clipped gradient of the loss."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer.zero_grad(set_to_none=False)  # the gradients are views, see `make_optimizer`
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        gradient.zero_()  # not None: it is a view, see `make_optimizer`
     loss.backward()
     for parameter in parameters:
         averaged(parameter.grad)
@@ -363,8 +353,6 @@ def adapt_learning_rate(optimizer, kl, target):
 
 
 # ------------------------------------------------------------------------------------ model
-
-
 def make_model(args):
     """Return the Model for the env's spaces, its weights drawn from torch's global generator."""
     with closing(make_env(args.env)) as env:
@@ -429,7 +417,6 @@ class Model(nn.Module):
 
 
 # ------------------------------------------------------------------------ heads and normalisers
-
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 
 
@@ -615,8 +602,6 @@ def normalise_values(model, batch, returns):
 
 
 # ------------------------------------------------------------------------------------ speed
-
-
 def fast_act(model):
     """Return `model.act`; of a plain policy (one choice or a diagonal Gaussian, tanh, CPU) the same
     in NumPy: on a step's few rows torch is mostly overhead (tests/benchmarks/speed_ppo.py)."""
@@ -660,8 +645,6 @@ def make_optimizer(model):
 
 
 # ------------------------------------------------------------------------------------ games
-
-
 def make_env(env_id, **options):
     """Return the env, observations as vectors; ValueError for spaces that the model lacks."""
     env, Box = gym.make(env_id, **options), gym.spaces.Box
@@ -778,7 +761,7 @@ def layers(env):
     """Return wrappers, from outside, and env, each with the attributes that are its state; None if
     it has methods for that (both: MuJoCo's set_state alone does something else)."""
     wrapped, methods = isinstance(env, gym.Wrapper), ("get_state", "set_state")
-    others = ("env", "spec") if wrapped else ("_ezpickle_args", "_ezpickle_kwargs")
+    others = ("env", "spec", "func") if wrapped else ("_ezpickle_args", "_ezpickle_kwargs")
     kept = {name: value for name, value in vars(env).items() if name not in others}
     kept = None if all(hasattr(env, name) for name in methods) else kept
     return [(env, kept), *(layers(env.env) if wrapped else [])]
@@ -828,8 +811,6 @@ def make_pool(args, model, seeds, num_workers, **options):
 
 
 # ------------------------------------------------------------------------------------ worker pool
-
-
 class GameError(RuntimeError):
     """A game or a worker process failed; the first line of the message says which and how."""
 
@@ -911,7 +892,6 @@ def work(pipe, make_games, rows, shared):
 
 
 # ------------------------------------------------------------------------------------ ranks
-
 # torchrun starts several processes, the ranks, to train one model. Each has its share of the games,
 # gets the rows of all, takes its share of each minibatch; then the ranks average their gradients.
 
@@ -946,9 +926,8 @@ def own_rows(minibatch, axis=0):
 
 def gathered(buffer):
     """Return a buffer, tensors (T, N, ...), with the games of all ranks side by side."""
-    parts = gathered_objects(buffer)
-    joined = {name: torch.cat([p[name] for p in parts], dim=1) for name in buffer if parts[1:]}
-    return joined or buffer
+    parts = gathered_objects(buffer) if num_ranks() > 1 else []
+    return {name: torch.cat([p[name] for p in parts], 1) for name in buffer if parts} or buffer
 
 
 def gathered_objects(value):
@@ -968,7 +947,6 @@ def averaged(tensor):
 
 
 # ------------------------------------------------------------------------------------ run folder
-
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
 CHARTS = "episodic_return episodic_length eval_return learning_rate".split()
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()
@@ -1055,8 +1033,8 @@ class Run(AbstractContextManager):
         try:
             if args.eval_every and (done % args.eval_every == 0 or done == total):
                 returns, cut = evaluate(self.model, self.eval_pool, run=self)
-                row |= {} if self.signal else {"eval_return": float(returns.mean())}
                 row |= {"eval_cut": cut} if cut else {}
+                row |= {} if self.signal else {"eval_return": float(returns.mean())}
         finally:
             self.writer.writerow(row)
         tags = {f"charts/{name}": row.get(name) for name in CHARTS} | (tags or {})
@@ -1147,18 +1125,16 @@ def write_file(path, content):
 def load_checkpoint(run_dir):
     """Read RUN_DIR/checkpoint.pt: tensors and plain values, no code runs from the file."""
     path = Path(run_dir) / "checkpoint.pt"
+    content = io.BytesIO(path.read_bytes())
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(content, map_location="cpu", weights_only=True)
         assert all(weights.isfinite().all() for weights in state["model"].values())
-    except OSError:
-        raise
     except Exception:  # of many kinds
         raise ValueError(f"{path} is damaged, or its weights are no numbers") from None
     return state
 
 
 # ------------------------------------------------------------------------------------ evaluation
-
 EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every run
 EVAL_STEPS = 10_000  # an evaluation takes no more, to end always
 
@@ -1203,7 +1179,8 @@ def evaluate_run(args):
         try:
             with closing(make_eval_pool(args, model, 1, render_mode="rgb_array")) as pool:
                 (game,) = pool.games.games
-                game.env = Camera(game.env, run_dir / "video.mp4")
+                game.env = Camera(game.env)
+                game.env.path = str(run_dir / "video.mp4")
                 evaluate(model, pool, generator)
         except Exception as error:
             raise GameError(f"argument --video: no film of {args.env}: {one_line(error)}") from None
@@ -1214,9 +1191,7 @@ def evaluate_run(args):
 class Camera(gym.Wrapper):
     """Films an env's first episode, its last state too, at the env's speed."""
 
-    def __init__(self, env, path):
-        super().__init__(env)
-        self.path, self.film, self.episode = str(path), None, 0
+    path, film, episode = None, None, 0
 
     def reset(self, **options):
         self.episode += 1
@@ -1259,7 +1234,6 @@ def export_onnx(path, model, inputs):
 
 
 # ------------------------------------------------------------------------------------ command line
-
 # What may be another for a run that goes on or is evaluated; what config.json does not keep.
 MAY_CHANGE = "device num_workers total_timesteps num_iterations eval_every eval_episodes save_every"
 MAY_CHANGE = {*MAY_CHANGE.split(), "eval_level"}

@@ -61,9 +61,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+
 # ------------------------------------------------------------------------------------ options
-
-
 def make_parser():
     """Return the parser of the command line."""
     about, style = "PPO for Atari games", argparse.ArgumentDefaultsHelpFormatter
@@ -142,13 +141,9 @@ def add_common_options(parser):
 
 
 # ------------------------------------------------------------------------------------ train
-
-
 def train(args):
-    """Train as `args` say. Returns the `Run`: model, optimizer, history, run_dir, signal.
-
-    Raises GameError when a game or a worker fails, after saving the last complete iteration.
-    """
+    """Train as `args` say. Returns the `Run`: model, optimizer, history, run_dir, signal. Raises
+    GameError when a game or a worker fails, after saving the last complete iteration."""
     keep_freed_memory()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a worker that is forked off must not find several
@@ -193,16 +188,12 @@ def settings(args, model):
 
 
 # ------------------------------------------------------------------------------------ rollout
-
-
 @torch.no_grad()
 def rollout(model, pool, args, generator):
-    """Take T steps in all N games with the current policy.
-
-    Returns the buffer, tensors (T, N, ...): obs, actions, logprobs, values, next_values, rewards,
-    terminated, truncated; and the (return, length) of the games that ended, both of all ranks. On a
-    CPU the tensors are the memory that the next rollout writes to.
-    """
+    """Take T steps in all N games with the current policy. Returns the buffer, tensors (T, N, ...):
+    obs, actions, logprobs, values, next_values, rewards, terminated, truncated; and the (return,
+    length) of the games that ended, both of all ranks. On a CPU the tensors are the memory that the
+    next rollout writes to."""
     buffer = shared_buffer(pool.arrays)
     T, N, _ = buffer["noise"].shape
     buffer["noise"][:] = make_noise(model, T, N, generator).cpu()
@@ -241,11 +232,9 @@ def ended_episodes(arrays):
 
 
 def finish(model, buffer):
-    """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs.
-
-    They come from passes over all steps here, with the update's own arithmetic: its first ratios
-    are 1, whatever the workers' rounding.
-    """
+    """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs. They come
+    from passes over all steps here, with the update's own arithmetic: its first ratios are 1,
+    whatever the workers' rounding."""
     final_obs = torch.from_numpy(buffer["final_obs"])
     names = ("obs", "actions", "rewards", "terminated", "truncated")
     buffer = {name: torch.from_numpy(buffer[name]).to(model.device) for name in names}
@@ -261,8 +250,6 @@ def finish(model, buffer):
 
 
 # ------------------------------------------------------------------------------------ GAE
-
-
 def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     """Generalized advantage estimation; all tensors are (T, N). `next_values[t]` is V of where step
     t led: nothing if it `terminated` the episode. Both kinds of end stop the sum over steps."""
@@ -279,10 +266,8 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
 
 
 def make_batch(buffer, inputs, args):
-    """Add advantages and returns to a buffer and flatten it: (T, N, ...) → (T·N, ...).
-
-    `inputs` names the model's inputs.
-    """
+    """Add advantages and returns to a buffer and flatten it: (T, N, ...) → (T·N, ...). `inputs`
+    names the model's inputs."""
     names = ("rewards", "values", "next_values", "terminated", "truncated")
     advantages = gae(*(buffer[name] for name in names), args.gamma, args.gae_lambda)
     batch = {name: buffer[name] for name in (*inputs, "actions", "logprobs", "values")}
@@ -297,8 +282,6 @@ def explained_variance(batch):
 
 
 # ------------------------------------------------------------------------------------ losses
-
-
 def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row. `batch` holds obs (M, ...) and the model's other inputs,
     actions (M, ...), logprobs, values, advantages, returns (M,). Returns pg_loss, v_loss, entropy
@@ -327,8 +310,6 @@ def policy_change(logratio, clip_coef):
 
 
 # ------------------------------------------------------------------------------------ update
-
-
 def update(model, optimizer, batch, args, clip_coef, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     seen, B = [], args.num_minibatches
@@ -362,7 +343,8 @@ def normalised(advantages):
 def take_step(optimizer, loss, max_grad_norm):
     """Take an optimizer step down the clipped gradient of the loss."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer.zero_grad(set_to_none=False)  # the gradients are views, see `make_optimizer`
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        gradient.zero_()  # not None: it is a view, see `make_optimizer`
     loss.backward()
     for parameter in parameters:
         averaged(parameter.grad)
@@ -379,8 +361,6 @@ def summary(seen):
 
 
 # ------------------------------------------------------------------------------------ model
-
-
 def make_model(args):
     """Return the Model for the game, its weights drawn from torch's global generator."""
     with closing(make_env(args.env, full_action_space=args.full_action_space)) as env:
@@ -408,10 +388,8 @@ def has_bf16(device):
 
 
 class Model(nn.Module):
-    """Policy and value function: three convolutions, 512 features, a head for each.
-
-    The layers under the heads compute in bfloat16 if `bf16`; weights and heads are float32.
-    """
+    """Policy and value function: three convolutions, 512 features, a head for each. The layers
+    under the heads compute in bfloat16 if `bf16`; weights and heads are float32."""
 
     inputs, stored = ("obs",), ("obs", "actions")  # of `forward`, by a rollout
 
@@ -451,10 +429,8 @@ class Model(nn.Module):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled and self.bf16)
 
     def policy(self, obs, noise=None):
-        """Pictures (M, 84, 84, 4) → actions (M,): samples from noise (M, n), else the mode.
-
-        Also returns None, for the memory that policies of `ppo.py` may have.
-        """
+        """Pictures (M, 84, 84, 4) → actions (M,): samples from noise (M, n), else the mode. Also
+        returns None, for the memory that policies of `ppo.py` may have."""
         if torch.onnx.is_in_onnx_export():  # other runtimes may not have bfloat16
             self.bf16 = False
         h = self.features(obs)
@@ -473,8 +449,6 @@ class Model(nn.Module):
 
 
 # ------------------------------------------------------------------------ heads and normalisers
-
-
 def layer_init(layer, gain=2**0.5):
     """Initialise a linear layer: orthogonal weight scaled by `gain`, zero bias."""
     nn.init.orthogonal_(layer.weight, gain)
@@ -521,8 +495,6 @@ class Categorical(nn.Module):
 
 
 # ------------------------------------------------------------------------------------ speed
-
-
 def make_optimizer(model):
     """Return Adam with two groups, policy and value function, each one vector, of which the model's
     parameters become views: Adam and clipping work on two tensors instead of many small ones."""
@@ -548,13 +520,9 @@ def keep_freed_memory():
 
 
 # ------------------------------------------------------------------------------------ games
-
-
 def game_name(name):
-    """Return a game's short name: `BreakoutNoFrameskip-v4`, `ALE/Breakout-v5` → `Breakout`.
-
-    Raises ArgumentTypeError with the nearest names if there is no such game, or without ale-py.
-    """
+    """Return a game's short name: `BreakoutNoFrameskip-v4`, `ALE/Breakout-v5` → `Breakout`. Raises
+    ArgumentTypeError with the nearest names if there is no such game, or without ale-py."""
     try:
         import ale_py
     except ModuleNotFoundError:
@@ -592,12 +560,10 @@ def make_env(env_id, sticky_actions=0.0, full_action_space=False, render_mode=No
 
 class Game:
     """An Atari game as the policy sees it (Mnih et al. 2015): row n of the arrays that all share.
-
     An action lasts `frameskip` frames. The maximum of the last two, grey, shrunk to 84 × 84, is a
     picture; the last four pictures are the observation, (84, 84, 4). An episode ends with a life,
     the next one goes on with the same game unless that is over. Rewards are the score's sign; what
-    `ended`, its return (the true score) and its length (in steps) are those of whole games.
-    """
+    `ended`, its return (the true score) and its length (in steps) are those of whole games."""
 
     def __init__(self, args, n, seed, arrays, **options):
         self.name, self.n, self.seed, self.args, self.arrays = args.env, n, seed, args, arrays
@@ -669,8 +635,7 @@ class Game:
 
     def step(self):
         """Take one step, start the next episode if this one ended: then `final_obs` is its last
-        observation, and `obs` the next one's first.
-        """
+        observation, and `obs` the next one's first."""
         arrays, n = self.arrays, self.n
         score, terminated, truncated = self.press(int(arrays["actions"][n]))
         self.length, self.ended = self.length + 1, None
@@ -705,10 +670,8 @@ class Game:
 
 
 class Games:
-    """The games of one worker, those in `rows` of all N.
-
-    With a `model` they can play whole rollouts, into the buffer that all share.
-    """
+    """The games of one worker, those in `rows` of all N. With a `model` they can play whole
+    rollouts, into the buffer that all share."""
 
     def __init__(self, args, model, seeds, rows, arrays, **options):
         if multiprocessing.parent_process():  # a worker has one core
@@ -741,10 +704,8 @@ STEP_RESULTS = "final_obs rewards terminated truncated ended episode_return epis
 
 
 def array_layout(num_envs, num_steps, num_actions):
-    """Return {name: (shape, dtype)} of the arrays that main process and workers share.
-
-    Those of the games' last step are (N, ...), those of the rollout's buffer, *name, (T, N, ...).
-    """
+    """Return {name: (shape, dtype)} of the arrays that main process and workers share. Those of the
+    games' last step are (N, ...), those of the rollout's buffer, *name, (T, N, ...)."""
     frames, flag, number = ((84, 84, 4), np.uint8), ((), np.bool_), ((), np.int64)
     arrays = {"obs": frames, "final_obs": frames, "actions": number, "rewards": ((), np.float32)}
     arrays |= {"terminated": flag, "truncated": flag, "ended": flag}
@@ -776,8 +737,6 @@ def make_pool(args, model, seeds, num_workers, num_steps=None, **options):
 
 
 # ------------------------------------------------------------------------------------ worker pool
-
-
 class GameError(RuntimeError):
     """A game or a worker process failed; the first line of the message says which and how."""
 
@@ -895,9 +854,8 @@ def own_rows(minibatch, axis=0):
 
 def gathered(buffer):
     """Return a buffer, tensors (T, N, ...), with the games of all ranks side by side."""
-    parts = gathered_objects(buffer)
-    joined = {name: torch.cat([p[name] for p in parts], dim=1) for name in buffer if parts[1:]}
-    return joined or buffer
+    parts = gathered_objects(buffer) if num_ranks() > 1 else []
+    return {name: torch.cat([p[name] for p in parts], 1) for name in buffer if parts} or buffer
 
 
 def gathered_objects(value):
@@ -917,7 +875,6 @@ def averaged(tensor):
 
 
 # ------------------------------------------------------------------------------------ run folder
-
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
 CHARTS = "episodic_return episodic_length eval_return learning_rate".split()
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()
@@ -1004,8 +961,8 @@ class Run(AbstractContextManager):
         try:
             if args.eval_every and (done % args.eval_every == 0 or done == total):
                 returns, cut = evaluate(self.model, self.eval_pool, run=self)
-                row |= {} if self.signal else {"eval_return": float(returns.mean())}
                 row |= {"eval_cut": cut} if cut else {}
+                row |= {} if self.signal else {"eval_return": float(returns.mean())}
         finally:
             self.writer.writerow(row)
         tags = {f"charts/{name}": row.get(name) for name in CHARTS} | (tags or {})
@@ -1096,18 +1053,16 @@ def write_file(path, content):
 def load_checkpoint(run_dir):
     """Read RUN_DIR/checkpoint.pt: tensors and plain values, no code runs from the file."""
     path = Path(run_dir) / "checkpoint.pt"
+    content = io.BytesIO(path.read_bytes())
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(content, map_location="cpu", weights_only=True)
         assert all(weights.isfinite().all() for weights in state["model"].values())
-    except OSError:
-        raise
     except Exception:  # of many kinds
         raise ValueError(f"{path} is damaged, or its weights are no numbers") from None
     return state
 
 
 # ------------------------------------------------------------------------------------ evaluation
-
 EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every run
 EVAL_STEPS = 27_000  # an evaluation takes no more, to end always; ALE's own limit
 
@@ -1152,7 +1107,8 @@ def evaluate_run(args):
         try:
             with closing(make_eval_pool(args, model, 1, render_mode="rgb_array")) as pool:
                 (game,) = pool.games.games
-                game.env = Camera(game.env, run_dir / "video.mp4")
+                game.env = Camera(game.env)
+                game.env.path = str(run_dir / "video.mp4")
                 evaluate(model, pool, generator)
         except Exception as error:
             raise GameError(f"argument --video: no film of {args.env}: {one_line(error)}") from None
@@ -1163,9 +1119,7 @@ def evaluate_run(args):
 class Camera(gym.Wrapper):
     """Films an env's first episode, its last state too, at the env's speed."""
 
-    def __init__(self, env, path):
-        super().__init__(env)
-        self.path, self.film, self.episode = str(path), None, 0
+    path, film, episode = None, None, 0
 
     def reset(self, **options):
         self.episode += 1

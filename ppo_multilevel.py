@@ -83,7 +83,6 @@ from scipy.sparse.linalg import splu
 from torch import nn
 
 # ------------------------------------------------------------------------------------ options
-
 DEFAULTS = {  # levels and steps per actor, coarse to fine
     "ResSim-v1": {"levels": [3, 4, 5], "num_steps": [80, 10, 5]},
     "ResSim-v2": {"levels": [3, 4], "num_steps": [140, 15]},
@@ -186,13 +185,9 @@ def add_network_options(parser):
 
 
 # ------------------------------------------------------------------------------------ train
-
-
 def train(args):
-    """Train as `args` say. Returns the `Run`: model, optimizer, history, run_dir, signal.
-
-    Raises GameError when a game or a worker fails, after saving the last complete iteration.
-    """
+    """Train as `args` say. Returns the `Run`: model, optimizer, history, run_dir, signal. Raises
+    GameError when a game or a worker fails, after saving the last complete iteration."""
     torch.set_num_threads(1)  # more threads only slow a small network down
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
@@ -228,14 +223,9 @@ def set_learning_rates(optimizer, args, iteration):
 
 
 # ------------------------------------------------------------------------------------ rollout
-
-
 def rollouts(model, pool, args, generator):
-    """Roll out all levels.
-
-    Returns the batches of all members, in the order own¹, sync², own², sync³, own³, ..., and for
-    each level the (return, length) of its own episodes that ended.
-    """
+    """Roll out all levels. Returns the batches of all members, in the order own¹, sync², own²,
+    sync³, own³, ..., and for each level the (return, length) of its own episodes that ended."""
     batches, episodes = [], []
     for level in range(len(args.levels)):
         buffers, ended = rollout(model, pool, level, args, generator)
@@ -246,12 +236,10 @@ def rollouts(model, pool, args, generator):
 
 @torch.no_grad()
 def rollout(model, pool, level, args, generator):
-    """Take T^l steps with all N actors on a level index (ML, Algorithm 5).
-
-    Returns the buffers [own] of the coarsest level, [own, sync] above, each tensors (T, N, ...):
-    obs, actions, logprobs, values, next_values, rewards, terminated, truncated; and the (return,
-    length) of the level's own episodes that ended.
-    """
+    """Take T^l steps with all N actors on a level index (ML, Algorithm 5). Returns the buffers
+    [own] of the coarsest level, [own, sync] above, each tensors (T, N, ...): obs, actions,
+    logprobs, values, next_values, rewards, terminated, truncated; and the (return, length) of the
+    level's own episodes that ended."""
     T, by_step, act = args.num_steps[level], level > 0 and args.coupling == "step", fast_act(model)
     pair = [members(pool.arrays)[m] for m in ([2 * level, 2 * level - 1] if level else [0])]
     names, episodes = (*model.stored, *STEP_RESULTS), []
@@ -290,10 +278,8 @@ def ended_episodes(arrays):
 
 
 def finish(model, buffer):
-    """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs.
-
-    They come from passes over all steps here, so that the rollout runs the policy only.
-    """
+    """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs. They come
+    from passes over all steps here, so that the rollout runs the policy only."""
     for name in ("rewards", "final_obs", "obs"):
         if not np.isfinite(buffer[name]).all():
             t, n, *_ = np.argwhere(~np.isfinite(buffer[name]))[0]
@@ -309,8 +295,6 @@ def finish(model, buffer):
 
 
 # ------------------------------------------------------------------------------------ GAE
-
-
 def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     """Generalized advantage estimation; all tensors are (T, N). `next_values[t]` is V of where step
     t led: nothing if it `terminated` the episode. Both kinds of end stop the sum over steps."""
@@ -327,10 +311,8 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
 
 
 def make_batch(buffer, inputs, args):
-    """Add advantages and returns to a buffer and flatten it: (T, N, ...) → (T·N, ...).
-
-    `inputs` names the model's inputs.
-    """
+    """Add advantages and returns to a buffer and flatten it: (T, N, ...) → (T·N, ...). `inputs`
+    names the model's inputs."""
     names = ("rewards", "values", "next_values", "terminated", "truncated")
     advantages = gae(*(buffer[name] for name in names), args.gamma, args.gae_lambda)
     batch = {name: buffer[name] for name in (*inputs, "actions", "logprobs", "values")}
@@ -345,8 +327,6 @@ def explained_variance(batch):
 
 
 # ------------------------------------------------------------------------------------ losses
-
-
 def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row. `batch` holds obs (M, ...) and the model's other inputs,
     actions (M, ...), logprobs, values, advantages, returns (M,). Returns pg_loss, v_loss, entropy
@@ -375,14 +355,10 @@ def policy_change(logratio, clip_coef):
 
 
 # ------------------------------------------------------------------------------------ update
-
-
 def signed_weights(num_steps, num_envs, num_minibatches):
-    """Return a minibatch's weights, rows as `minibatches` gives them: ML, Algorithm 4, line 16.
-
-    A row of level l's own games weighs +S/M^l, one of the partners −S/M^l, S = the number of rows:
-    the mean of the weighted rows is the telescoping sum. One level alone has weights of 1.
-    """
+    """Return a minibatch's weights, rows as `minibatches` gives them: ML, Algorithm 4, line 16. A
+    row of level l's own games weighs +S/M^l, one of the partners −S/M^l, S = the number of rows:
+    the mean of the weighted rows is the telescoping sum. One level alone has weights of 1."""
     sizes = [num_envs * T // num_minibatches for T in num_steps]  # M^l
     total = 2 * sum(sizes) - sizes[0]
     weights = [torch.full((sizes[0],), total / sizes[0])]
@@ -392,11 +368,9 @@ def signed_weights(num_steps, num_envs, num_minibatches):
 
 
 def minibatches(num_steps, num_envs, num_minibatches, generator):
-    """Return the row numbers of an epoch's minibatches, (B, S): ML, Algorithm 6.
-
-    The rows of all members lie one after the other: own¹, sync², own², sync³, own³, ... A minibatch
-    has M^l rows of level l, and the partner's rows of the same actors and steps.
-    """
+    """Return the row numbers of an epoch's minibatches, (B, S): ML, Algorithm 6. The rows of all
+    members lie one after the other: own¹, sync², own², sync³, own³, ... A minibatch has M^l rows of
+    level l, and the partner's rows of the same actors and steps."""
     rows, start = [], 0
     for level, T in enumerate(num_steps):
         shuffled = torch.randperm(num_envs * T, generator=generator).view(num_minibatches, -1)
@@ -444,10 +418,8 @@ def update(model, optimizer, batch, args, generator):
 
 
 def normalised(advantages, coarsest):
-    """Return advantages less the mean of the first `coarsest` rows, divided by their deviation.
-
-    It is one affine map for all levels, from the coarsest level's many rows.
-    """
+    """Return advantages less the mean of the first `coarsest` rows, divided by their deviation. It
+    is one affine map for all levels, from the coarsest level's many rows."""
     own = advantages[:coarsest]
     return (advantages - own.mean()) / (own.std() + 1e-8)
 
@@ -455,7 +427,8 @@ def normalised(advantages, coarsest):
 def take_step(optimizer, loss, max_grad_norm):
     """Take an optimizer step down the clipped gradient of the loss."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer.zero_grad(set_to_none=False)  # the gradients are views, see `make_optimizer`
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        gradient.zero_()  # not None: it is a view, see `make_optimizer`
     loss.backward()
     for parameter in parameters:
         averaged(parameter.grad)
@@ -472,8 +445,6 @@ def summary(seen):
 
 
 # ------------------------------------------------------------------------------------ model
-
-
 def make_model(args):
     """Return the Model for the env's spaces, its weights drawn from torch's global generator."""
     with closing(make_env(args.env, args.levels[-1])) as env:
@@ -502,20 +473,16 @@ class Model(nn.Module):
         self.value = layer_init(nn.Linear(args.hidden[-1], 1), 1.0)
 
     def forward(self, obs):
-        """Observations (M, D) → the policy's parameters pi (M, ·) for the head, values (M,).
-
-        With --norm-value the values are normalised ones.
-        """
+        """Observations (M, D) → the policy's parameters pi (M, ·) for the head, values (M,). With
+        --norm-value the values are normalised ones."""
         x = self.obs_norm(obs)
         h = self.actor(x)
         h_value = h if self.critic is self.actor else self.critic(x)
         return self.head(h), self.value(h_value).squeeze(-1)
 
     def policy(self, obs, noise=None):
-        """Observations (M, D) → actions (M, ...): samples from noise (M, ·), else the mode.
-
-        Also returns None, for the memory that policies of `ppo.py` may have.
-        """
+        """Observations (M, D) → actions (M, ...): samples from noise (M, ·), else the mode. Also
+        returns None, for the memory that policies of `ppo.py` may have."""
         return self.head.sample(self.head(self.actor(self.obs_norm(obs))), noise), None
 
     def act(self, arrays, noise=None):
@@ -534,7 +501,6 @@ class Model(nn.Module):
 
 
 # ------------------------------------------------------------------------ heads and normalisers
-
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 
 
@@ -675,8 +641,6 @@ def normalise_values(model, batch, returns):
 
 
 # ------------------------------------------------------------------------------------ speed
-
-
 def fast_act(model):
     """Return `model.act`; of a plain policy (one choice or a diagonal Gaussian, tanh, CPU) the same
     in NumPy: on a step's few rows torch is mostly overhead (tests/benchmarks/speed_ppo.py)."""
@@ -720,13 +684,9 @@ def make_optimizer(model):
 
 
 # ------------------------------------------------------------------------------------ games
-
-
 def make_env(env_id, level, **options):
     """Return the simulation `env_id` at a level; its maker gets those `options` that it knows.
-
-    Raises ValueError if it is none, or has spaces that the model does not know.
-    """
+    Raises ValueError if it is none, or has spaces that the model does not know."""
     make = load_make(env_id)
     known = inspect.signature(make).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
@@ -784,11 +744,9 @@ def to_env(action, space):
 
 class Game:
     """One simulation on one level that starts its next episode by itself: row n of the arrays of a
-    member, where it writes what comes of a step.
-
-    `final_obs` is where the step led, `obs` what to act on next, an episode's first if the step
-    `ended` one. Return and length are those of the episode so far.
-    """
+    member, where it writes what comes of a step. `final_obs` is where the step led, `obs` what to
+    act on next, an episode's first if the step `ended` one. Return and length are those of the
+    episode so far."""
 
     def __init__(self, args, level, n, seed, arrays, **options):
         self.name, self.n, self.seed, self.arrays = f"{args.env} level {level}", n, seed, arrays
@@ -845,7 +803,7 @@ def layers(env):
     """Return wrappers, from outside, and env, each with the attributes that are its state; None if
     it has methods for that (both: MuJoCo's set_state alone does something else)."""
     wrapped, methods = isinstance(env, gym.Wrapper), ("get_state", "set_state")
-    others = ("env", "spec") if wrapped else ("_ezpickle_args", "_ezpickle_kwargs")
+    others = ("env", "spec", "func") if wrapped else ("_ezpickle_args", "_ezpickle_kwargs")
     kept = {name: value for name, value in vars(env).items() if name not in others}
     kept = None if all(hasattr(env, name) for name in methods) else kept
     return [(env, kept), *(layers(env.env) if wrapped else [])]
@@ -853,12 +811,10 @@ def layers(env):
 
 class Games:
     """The actors of one worker, those in `rows` of all N. Each has a game on every level and, on
-    all levels but the coarsest, its partner one level below.
-
-    An actor's members are ordered own¹, sync², own², sync³, own³, ...: member 2l is the game of
-    level index l, member 2l − 1 its partner. They live in one process, so that map_from moves no
-    state between processes. The shared arrays have a leading axis of members.
-    """
+    all levels but the coarsest, its partner one level below. An actor's members are ordered own¹,
+    sync², own², sync³, own³, ...: member 2l is the game of level index l, member 2l − 1 its
+    partner. They live in one process, so that map_from moves no state between processes. The shared
+    arrays have a leading axis of members."""
 
     def __init__(self, args, levels, seeds, rows, arrays, **options):
         self.rows, self.arrays, self.members = slice(rows[0], rows[-1] + 1), members(arrays), []
@@ -883,8 +839,7 @@ class Games:
 
     def start(self, states=None):
         """Start all games from their seeds, each partner where its fine game starts; actors that
-        have one of the N `states` go on from it.
-        """
+        have one of the N `states` go on from it."""
         starting, actors = [], list(zip(*self.members))
         for i, actor in enumerate(actors):
             state = states and states[actor[0].n]
@@ -995,9 +950,7 @@ def simulated(pool):
 
 def costs(run, before):
     """Return what was simulated since then, by all ranks: seconds, and steps of the finest level.
-
-    Each step counts as what one of its member takes on average in this run.
-    """
+    Each step counts as what one of its member takes on average in this run."""
     (seconds, steps), finest = simulated(run.pool), members(run.pool.arrays)[-1]
     if run.args.eval_level > run.args.levels[-1]:
         finest, first = run.eval_pool.arrays, run.iteration == run.resumed_at
@@ -1048,8 +1001,6 @@ def make_pool(args, model, seeds, num_workers, levels=None, **options):
 
 
 # ------------------------------------------------------------------------------------ worker pool
-
-
 class GameError(RuntimeError):
     """A game or a worker process failed; the first line of the message says which and how."""
 
@@ -1167,9 +1118,8 @@ def own_rows(minibatch, axis=0):
 
 def gathered(buffer):
     """Return a buffer, tensors (T, N, ...), with the games of all ranks side by side."""
-    parts = gathered_objects(buffer)
-    joined = {name: torch.cat([p[name] for p in parts], dim=1) for name in buffer if parts[1:]}
-    return joined or buffer
+    parts = gathered_objects(buffer) if num_ranks() > 1 else []
+    return {name: torch.cat([p[name] for p in parts], 1) for name in buffer if parts} or buffer
 
 
 def gathered_objects(value):
@@ -1189,7 +1139,6 @@ def averaged(tensor):
 
 
 # ------------------------------------------------------------------------------------ run folder
-
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
 COUNTERS |= {"sim_seconds": 0.0, "sim_cost": 0.0}
 CHARTS = "episodic_return episodic_length eval_return learning_rate".split()
@@ -1278,8 +1227,8 @@ class Run(AbstractContextManager):
         try:
             if args.eval_every and (done % args.eval_every == 0 or done == total):
                 returns, cut = evaluate(self.model, self.eval_pool, run=self)
-                row |= {} if self.signal else {"eval_return": float(returns.mean())}
                 row |= {"eval_cut": cut} if cut else {}
+                row |= {} if self.signal else {"eval_return": float(returns.mean())}
         finally:
             self.writer.writerow(row)
         tags = {f"charts/{name}": row.get(name) for name in CHARTS} | (tags or {})
@@ -1370,18 +1319,16 @@ def write_file(path, content):
 def load_checkpoint(run_dir):
     """Read RUN_DIR/checkpoint.pt: tensors and plain values, no code runs from the file."""
     path = Path(run_dir) / "checkpoint.pt"
+    content = io.BytesIO(path.read_bytes())
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(content, map_location="cpu", weights_only=True)
         assert all(weights.isfinite().all() for weights in state["model"].values())
-    except OSError:
-        raise
     except Exception:  # of many kinds
         raise ValueError(f"{path} is damaged, or its weights are no numbers") from None
     return state
 
 
 # ------------------------------------------------------------------------------------ evaluation
-
 EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every run
 EVAL_STEPS = 10_000  # an evaluation takes no more, to end always
 
@@ -1428,7 +1375,8 @@ def evaluate_run(args):
         try:
             with closing(make_eval_pool(args, model, 1, render_mode="rgb_array")) as pool:
                 (game,) = pool.games.games
-                game.env = Camera(game.env, run_dir / "video.mp4")
+                game.env = Camera(game.env)
+                game.env.path = str(run_dir / "video.mp4")
                 evaluate(model, pool, generator)
         except Exception as error:
             raise GameError(f"argument --video: no film of {args.env}: {one_line(error)}") from None
@@ -1439,9 +1387,7 @@ def evaluate_run(args):
 class Camera(gym.Wrapper):
     """Films an env's first episode, its last state too, at the env's speed."""
 
-    def __init__(self, env, path):
-        super().__init__(env)
-        self.path, self.film, self.episode = str(path), None, 0
+    path, film, episode = None, None, 0
 
     def reset(self, **options):
         self.episode += 1
@@ -1484,11 +1430,9 @@ def export_onnx(path, model, inputs):
 
 
 def level_tags(levels, episodes, batches):
-    """Return what TensorBoard shows of each level: its episodes' return, and V_l / V_1.
-
-    V_l = Var(Â^l − Ã^{l−1}) is what the level's correction adds to the variance per row, V_1 =
-    Var(Â^1): a level pays if its V_l is small, and needs few steps in proportion to it.
-    """
+    """Return what TensorBoard shows of each level: its episodes' return, and V_l / V_1. V_l =
+    Var(Â^l − Ã^{l−1}) is what the level's correction adds to the variance per row, V_1 = Var(Â^1):
+    a level pays if its V_l is small, and needs few steps in proportion to it."""
     tags = {}
     for l, level in enumerate(levels):  # noqa: E741, the paper's l
         if episodes[l]:
