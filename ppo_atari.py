@@ -65,9 +65,11 @@ from torch import nn
 # ------------------------------------------------------------------------------------ options
 def make_parser():
     """Return the parser of the command line."""
-    about, style = "PPO for Atari games", argparse.ArgumentDefaultsHelpFormatter
-    options = {"description": about, "formatter_class": style, "allow_abbrev": False}
-    parser = argparse.ArgumentParser(Path(__file__).name, argparse.SUPPRESS, **options)
+    style = argparse.ArgumentDefaultsHelpFormatter  # no usage: an error is one line
+    options = {"usage": argparse.SUPPRESS, "formatter_class": style, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(
+        Path(__file__).name, description=__doc__.partition("\n")[0], **options
+    )
     add_common_options(parser)
     option = functools.partial(add_option, parser.add_argument_group("ppo_atari.py"))
     text = "game: Breakout, BreakoutNoFrameskip-v4 and ALE/Breakout-v5 are the same"
@@ -101,7 +103,7 @@ def num_cores():
 def add_common_options(parser):
     """Add the options that all scripts of the family share, with the defaults of ppo.py."""
     natural, count, many = number(int, 0), number(int, 1), number(int, 1, 100_000)
-    positive, coefficient, fraction = number(float, 1e-12), number(float, 0), number(float, 0, 1)
+    positive, coefficient, fraction = number(float, 1e-300), number(float, 0), number(float, 0, 1)
     option = functools.partial(add_option, parser.add_argument_group("run"))
     option("--seed", number(int, 0, 2**63 - 1), 1, "seed of all generators")
     option("--device", str, "auto", "auto, cpu, cuda or mps; auto is cpu, for Atari cuda if there")
@@ -911,13 +913,16 @@ class Run(AbstractContextManager):
                 self.open_files()
             for name, array in arrays.items():
                 self.pool.arrays[name][:] = array
-            self.pool.call("start", states)
-            self.stack = self.stack.pop_all()
+            self.stack, self.states, self.started = self.stack.pop_all(), states, None
 
     def __exit__(self, kind, *_):
         with self.stack:
-            if kind in (None, GameError):  # the last iteration is complete
-                self.save(with_games=kind is None)
+            try:
+                if kind in (None, GameError):  # the last iteration is complete
+                    self.save(with_games=kind is None)
+            except GameError:  # a worker has died meanwhile
+                self.save(with_games=False)
+                raise
             if kind is KeyboardInterrupt:
                 report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
 
@@ -931,7 +936,9 @@ class Run(AbstractContextManager):
 
     def goes_on(self):
         """Return whether there is another iteration, whose time begins now."""
-        if self.iteration == 0 and self.args.eval_every:
+        if self.started is None:
+            self.pool.call("start", self.states)
+        if self.iteration == 0 and self.args.eval_every and not self.history:
             self.log(dict(self.counters))
         self.started = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
@@ -1043,11 +1050,15 @@ def run_path(args):
 def write_file(path, content):
     """Write bytes to a file atomically: whoever dies here, or finds no room, leaves the old one."""
     partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written: {error}") from None
 
 
 def load_checkpoint(run_dir):
@@ -1210,15 +1221,23 @@ def parse_with_run(parser, argv):
     args = parser.parse_args(argv)
     run_dir, option = args.resume or args.eval, "--resume" if args.resume else "--eval"
     if not args.eval and (args.sample or args.video or args.export_onnx):
-        parser.error("arguments --sample, --video, --export-onnx: only with --eval")
+        parser.error("argument --sample, --video, --export-onnx: only with --eval")
+    if args.eval and num_ranks() > 1:
+        parser.error("argument --eval: takes one process, not torchrun")
+    with option_error(parser, "--export-onnx"):
+        if args.export_onnx:
+            import onnx  # noqa: F401, torch needs it for that
     if run_dir:
         with option_error(parser, option):
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
-            if foreign := options.keys() - vars(args).keys():
-                parser.error(f"argument {option}: a run of another script, with {min(foreign)}")
+            if options.keys() != vars(args).keys() - NOT_KEPT:
+                raise ValueError(f"{run_dir} is of another script, or its config.json is damaged")
             if args.total_timesteps or args.num_iterations:
                 options |= {"total_timesteps": None, "num_iterations": None}
-            args = parser.parse_args(argv, argparse.Namespace(**options))
+            # As text, numbers are checked like those of a command line.
+            texts = {name: str(x) for name, x in options.items() if type(x) in (int, float)}
+            parser.set_defaults(**options | texts)
+            args = parser.parse_args(argv)
             for name in sorted(options.keys() - MAY_CHANGE):
                 if (value := options[name]) != getattr(args, name):
                     name = name.replace("_", "-")
@@ -1230,8 +1249,9 @@ def parse_with_run(parser, argv):
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with option_error(parser, "--log-dir"):
         Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-    if rank() == 0 and not run_dir and (path := run_path(args)).exists():
-        parser.error(f"argument --run-name: {path} is there already")
+    with option_error(parser, "--run-name"):
+        if rank() == 0 and not run_dir and (path := run_path(args)).exists():
+            raise ValueError(f"{path} is there already")
     return args
 
 

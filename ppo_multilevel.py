@@ -92,9 +92,11 @@ DEFAULTS = {  # levels and steps per actor, coarse to fine
 
 def make_parser():
     """Return the parser of the command line."""
-    about, style = "multilevel PPO for simulations", argparse.ArgumentDefaultsHelpFormatter
-    options = {"description": about, "formatter_class": style, "allow_abbrev": False}
-    parser = argparse.ArgumentParser(Path(__file__).name, argparse.SUPPRESS, **options)
+    style = argparse.ArgumentDefaultsHelpFormatter  # no usage: an error is one line
+    options = {"usage": argparse.SUPPRESS, "formatter_class": style, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(
+        Path(__file__).name, description=__doc__.partition("\n")[0], **options
+    )
     add_common_options(parser)
     add_network_options(parser)
     option = functools.partial(add_option, parser.add_argument_group("ppo_multilevel.py"))
@@ -132,7 +134,7 @@ def num_cores():
 def add_common_options(parser):
     """Add the options that all scripts of the family share, with the defaults of ppo.py."""
     natural, count, many = number(int, 0), number(int, 1), number(int, 1, 100_000)
-    positive, coefficient, fraction = number(float, 1e-12), number(float, 0), number(float, 0, 1)
+    positive, coefficient, fraction = number(float, 1e-300), number(float, 0), number(float, 0, 1)
     option = functools.partial(add_option, parser.add_argument_group("run"))
     option("--seed", number(int, 0, 2**63 - 1), 1, "seed of all generators")
     option("--device", str, "auto", "auto, cpu, cuda or mps; auto is cpu, for Atari cuda if there")
@@ -260,7 +262,8 @@ def rollout(model, pool, level, args, generator):
             for name in STEP_RESULTS:  # what came of it
                 buffers[m][name][t] = arrays[name]
         episodes += ended_episodes(pair[0])
-    buffers = [gathered(finish(model, buffer)) for buffer in buffers]
+    levels = args.levels[level], args.levels[max(level - 1, 0)]
+    buffers = [gathered(finish(model, *which)) for which in zip(buffers, levels)]
     return buffers, sum(gathered_objects(episodes), [])
 
 
@@ -277,16 +280,16 @@ def ended_episodes(arrays):
     return [*zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def finish(model, buffer):
+def finish(model, buffer, level):
     """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs. They come
     from passes over all steps here, so that the rollout runs the policy only."""
-    for name in ("rewards", "final_obs", "obs"):
-        if not np.isfinite(buffer[name]).all():
-            t, n, *_ = np.argwhere(~np.isfinite(buffer[name]))[0]
-            raise GameError(f"NaN or infinity in {name} of game {n}, step {t} of the rollout")
+    for name in ("final_obs", "rewards", "obs"):
+        for t, n, *_ in np.argwhere(~np.isfinite(buffer[name])):
+            where = f"level {level}, actor {n}, step {t} of the rollout"
+            raise GameError(f"NaN or infinity in {name} of {where}")
     buffer = {name: torch.from_numpy(a).to(model.device) for name, a in buffer.items()}
     pi, values = model(**{name: buffer[name] for name in model.inputs})
-    values = torch.stack([values, model.final_values(buffer)])  # V(s_t), V(s_{t+1})
+    values = torch.stack([values, model(buffer["final_obs"])[1]])  # V(s_t), V(s_{t+1})
     if model.value_norm is not None:
         values = model.value_norm.mean + model.value_norm.std * values
     buffer["values"], buffer["next_values"] = values
@@ -494,10 +497,6 @@ class Model(nn.Module):
     def device(self):
         """Where the model computes."""
         return self.value.weight.device
-
-    def final_values(self, buffer):
-        """V of where each step led to, (T, N): not of the next episode's first state."""
-        return self(buffer["final_obs"])[1]
 
 
 # ------------------------------------------------------------------------ heads and normalisers
@@ -778,7 +777,8 @@ class Game:
             raise ValueError(f"an observation has shape {np.shape(obs)}, not that of its space")
         if name not in self.compared and hasattr(self.env.unwrapped, "psi"):
             self.compared.add(name)
-            if not np.allclose(obs, self.env.unwrapped.psi(), 1e-4, 1e-6, equal_nan=True):
+            psi = np.asarray(self.env.unwrapped.psi())
+            if psi.shape != np.shape(obs) or not np.allclose(obs, psi, 1e-4, 1e-6, equal_nan=True):
                 raise ValueError("an observation is not psi()")
         self.arrays[name][self.n] = obs
 
@@ -953,10 +953,11 @@ def costs(run, before):
     Each step counts as what one of its member takes on average in this run."""
     (seconds, steps), finest = simulated(run.pool), members(run.pool.arrays)[-1]
     if run.args.eval_level > run.args.levels[-1]:
-        finest, first = run.eval_pool.arrays, run.iteration == run.resumed_at
-        for _ in range(2 if first else 0):  # the first one includes what is done only once
+        finest = run.eval_pool.arrays
+        for _ in range(0 if hasattr(run, "metered") else 2):  # the first includes what is done once
             finest["seconds"][:], finest["steps"][:] = 0, 0
             evaluate(run.model, run.eval_pool, run=run)
+        run.metered = True
     unit = finest["seconds"].sum() / finest["steps"].sum()
     cost = ((steps - before[1]) * seconds / steps).sum() / unit
     spent = gathered_objects([(seconds - before[0]).sum(), cost])
@@ -1177,13 +1178,16 @@ class Run(AbstractContextManager):
                 self.open_files()
             for name, array in arrays.items():
                 self.pool.arrays[name][:] = array
-            self.pool.call("start", states)
-            self.stack = self.stack.pop_all()
+            self.stack, self.states, self.started = self.stack.pop_all(), states, None
 
     def __exit__(self, kind, *_):
         with self.stack:
-            if kind in (None, GameError):  # the last iteration is complete
-                self.save(with_games=kind is None)
+            try:
+                if kind in (None, GameError):  # the last iteration is complete
+                    self.save(with_games=kind is None)
+            except GameError:  # a worker has died meanwhile
+                self.save(with_games=False)
+                raise
             if kind is KeyboardInterrupt:
                 report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
 
@@ -1197,7 +1201,9 @@ class Run(AbstractContextManager):
 
     def goes_on(self):
         """Return whether there is another iteration, whose time begins now."""
-        if self.iteration == 0 and self.args.eval_every:
+        if self.started is None:
+            self.pool.call("start", self.states)
+        if self.iteration == 0 and self.args.eval_every and not self.history:
             self.log(dict(self.counters))
         self.started = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
@@ -1309,11 +1315,15 @@ def run_path(args):
 def write_file(path, content):
     """Write bytes to a file atomically: whoever dies here, or finds no room, leaves the old one."""
     partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written: {error}") from None
 
 
 def load_checkpoint(run_dir):
@@ -1943,15 +1953,23 @@ def parse_with_run(parser, argv):
     args = parser.parse_args(argv)
     run_dir, option = args.resume or args.eval, "--resume" if args.resume else "--eval"
     if not args.eval and (args.sample or args.video or args.export_onnx):
-        parser.error("arguments --sample, --video, --export-onnx: only with --eval")
+        parser.error("argument --sample, --video, --export-onnx: only with --eval")
+    if args.eval and num_ranks() > 1:
+        parser.error("argument --eval: takes one process, not torchrun")
+    with option_error(parser, "--export-onnx"):
+        if args.export_onnx:
+            import onnx  # noqa: F401, torch needs it for that
     if run_dir:
         with option_error(parser, option):
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
-            if foreign := options.keys() - vars(args).keys():
-                parser.error(f"argument {option}: a run of another script, with {min(foreign)}")
+            if options.keys() != vars(args).keys() - NOT_KEPT:
+                raise ValueError(f"{run_dir} is of another script, or its config.json is damaged")
             if args.total_timesteps or args.num_iterations:
                 options |= {"total_timesteps": None, "num_iterations": None}
-            args = parser.parse_args(argv, argparse.Namespace(**options))
+            # As text, numbers are checked like those of a command line.
+            texts = {name: str(x) for name, x in options.items() if type(x) in (int, float)}
+            parser.set_defaults(**options | texts)
+            args = parser.parse_args(argv)
             for name in sorted(options.keys() - MAY_CHANGE):
                 if (value := options[name]) != getattr(args, name):
                     name = name.replace("_", "-")
@@ -1963,8 +1981,9 @@ def parse_with_run(parser, argv):
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with option_error(parser, "--log-dir"):
         Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-    if rank() == 0 and not run_dir and (path := run_path(args)).exists():
-        parser.error(f"argument --run-name: {path} is there already")
+    with option_error(parser, "--run-name"):
+        if rank() == 0 and not run_dir and (path := run_path(args)).exists():
+            raise ValueError(f"{path} is there already")
     return args
 
 

@@ -171,7 +171,7 @@ def test_game_is_gymnasiums(monkeypatch, game, options, truncation):
     assert same(own.obs, peer.reset(seed=5)[0])
     tally.scores.clear()
     ends, rewards, lengths = [], set(), [0]
-    for action in np.random.default_rng(0).integers(own.env.action_space.n, size=1_500):
+    for action in np.random.default_rng(0).integers(own.env.action_space.n, size=2_000):
         step = own.step(action)
         expected, peer_reward, *peer_ends, _ = peer.step(action)
         assert same(step.final_obs, expected)
@@ -186,7 +186,7 @@ def test_game_is_gymnasiums(monkeypatch, game, options, truncation):
         lengths += [0] if step.ended else []
         ends.append(peer_ends)
         rewards.add(peer_reward)
-        if len(lengths) > 2 and len(rewards) > 1 or len(lengths) > 1 and len(ends) > 600:
+        if len(lengths) > (1 if len(ends) > 600 else 2) and len(rewards) > 1:
             break
     assert len(lengths) > 1 and len(rewards) > 1
     assert any(truncated for _, truncated in ends) == bool(truncation)
@@ -347,8 +347,8 @@ NAMES = "Breakout breakout BreakoutNoFrameskip-v4 BreakoutDeterministic-v4 ALE/B
 def test_names(tmp_path):
     """Gymnasium's names and the short one are one game, with the same pictures."""
     pictures = []
-    for name in NAMES:
-        assert ppo_atari.game_name(name) == "Breakout"
+    assert {ppo_atari.game_name(name) for name in NAMES} == {"Breakout"}
+    for name in NAMES[1:3]:
         pictures.append([step.obs.copy() for step in random_steps(new_game(name), 9)])
         np.testing.assert_array_equal(pictures[-1], pictures[0])
     assert (pictures[0][0] != pictures[0][-1]).any()
@@ -523,9 +523,7 @@ def played():
     return model, replay(model)
 
 
-@pytest.mark.parametrize(
-    "num_workers, start_method", [(0, None), (2, None), (1, "spawn")]
-)
+@pytest.mark.parametrize("num_workers, start_method", [(0, None), (2, None), (1, "spawn")])
 def test_rollout_is_a_replay(played, num_workers, start_method):
     """Any number of workers plays what single steps of the games and the model would.
 
@@ -579,21 +577,21 @@ def test_rollouts_go_on(played):
 
 def test_next_values(monkeypatch):
     """V of the next row; of final_obs at a truncation; of where to go on at the rollout's end."""
-    limit_frames(monkeypatch, 36)  # FIRE and 8 steps
+    limit_frames(monkeypatch, 60)  # FIRE and 14 steps
     model = make_model()
-    expected = replay(model, 20, noop_max=0)
-    with contextlib.closing(make_pool(model, 0, 20, noop_max=0)) as pool:
+    expected = replay(model, 30, noop_max=0)
+    with contextlib.closing(make_pool(model, 0, 30, noop_max=0)) as pool:
         buffer, episodes = rollout(model, pool)
     with torch.no_grad():
         values, finals = (model(expected.buffer[name])[1] for name in ("obs", "final_obs"))
         following = torch.cat([values[1:], model(torch.from_numpy(expected.obs))[1][None]])
     truncated = buffer["truncated"]
     assert torch.equal(truncated, expected.buffer["truncated"])
-    assert truncated.nonzero().tolist() == [[t, i] for t in (7, 15) for i in range(N)]
+    assert truncated.nonzero().tolist() == [[t, i] for t in (13, 27) for i in range(N)]
     assert not buffer["terminated"].any()
     torch.testing.assert_close(buffer["next_values"], finals.where(truncated, following))
     assert ((following - finals)[truncated].abs() > 0.01).all()
-    assert episodes == expected.episodes and [length for _, length in episodes] == [8] * 6
+    assert episodes == expected.episodes and [length for _, length in episodes] == [14] * 6
 
 
 def test_workers_see_the_optimizers_weights():
@@ -615,13 +613,24 @@ PRECISIONS = pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"]
 
 
 @PRECISIONS
-def test_first_ratios(bf16):
-    """Before the first step all ratios are 1 ± 2 %: of minibatches, and of a worker's features."""
-    model = make_model(6, bf16)
+def test_first_ratios(monkeypatch, bf16):
+    """Before the first step all ratios are 1 ± 2 %: of minibatches, and of what was drawn from.
+
+    What actions are drawn from is float32, like the heads, also of a sure policy.
+    """
+    model, drawn = make_model(6, bf16, scale=300), []
+    sample = model.head.sample
+
+    def drawing(logp, noise):
+        drawn.append(logp)
+        return sample(logp, noise)
+
+    monkeypatch.setattr(model.head, "sample", drawing)
     with contextlib.closing(make_pool(model, 0, 32, env="Pong")) as pool:
         buffer, _ = rollout(model, pool)
-    acting = torch.stack([model.head(model.features(obs)) for obs in buffer["obs"]])
-    logprobs = acting.gather(-1, buffer["actions"][..., None])[..., 0]
+    pi = torch.stack(drawn)
+    assert pi.dtype == torch.float32 and pi.shape == (32, N, 6)
+    logprobs = pi.gather(-1, buffer["actions"][..., None])[..., 0]
     assert ((logprobs - buffer["logprobs"]).exp() - 1).abs().max() < 0.02
     args = SimpleNamespace(gamma=0.99, gae_lambda=0.95)
     batch = ppo_atari.make_batch(buffer, model.inputs, args)
@@ -631,28 +640,6 @@ def test_first_ratios(bf16):
         *_, logratio = ppo_atari.losses(model, mb, 0.1, True)
         assert logratio.shape == (24,) and (logratio.exp() - 1).abs().max() < 0.02
     assert buffer["logprobs"].std() > 0.3  # far from uniform
-
-
-@PRECISIONS
-def test_sampled_policy_is_the_stored_one(monkeypatch, bf16):
-    """The probabilities that actions are drawn from are those of logprobs, also of a sure policy.
-
-    What is drawn from is float32, like the heads.
-    """
-    model, drawn = make_model(6, bf16), []
-    model.head.logits.weight.data *= 10
-
-    def sample(logp, noise):
-        drawn.append(logp)
-        return (logp + noise).argmax(dim=-1)
-
-    monkeypatch.setattr(model.head, "sample", sample)
-    with contextlib.closing(make_pool(model, 0, 32, env="Pong")) as pool:
-        buffer, _ = rollout(model, pool)
-    pi = torch.stack(drawn)
-    logprobs = pi.float().gather(-1, buffer["actions"][..., None])[..., 0]
-    assert ((logprobs - buffer["logprobs"]).exp() - 1).abs().max() < 0.02
-    assert pi.dtype == torch.float32 and buffer["logprobs"].std() > 0.3
 
 
 # Update -------------------------------------------------------------------------------------------
@@ -836,13 +823,16 @@ def test_rates_fall_linearly(run):
 
 
 @pytest.mark.parametrize("kept", ["lr", "clip"])
-def test_rates_without_annealing(tmp_path, capsys, clip_coefs, kept):
-    """--no-anneal-lr and --no-anneal-clip each keep one of them; --quiet prints nothing."""
-    history = train(tmp_path, "--num-iterations", "2", f"--no-anneal-{kept}", "--quiet").history
-    rates = [row["learning_rate"] for row in history]
-    assert rates == pytest.approx([2.5e-4, 2.5e-4 if kept == "lr" else 1.25e-4])
-    assert clip_coefs == pytest.approx([0.1, 0.1 if kept == "clip" else 0.05])
-    assert capsys.readouterr().out == ""
+def test_rates_without_annealing(kept):
+    """--no-anneal-lr and --no-anneal-clip each keep one of them."""
+    args = ppo_atari.make_parser().parse_args([f"--no-anneal-{kept}"])
+    args.num_iterations, rates = 4, {"lr": 2.5e-4, "clip": 0.1}
+    optimizer = torch.optim.Adam([torch.zeros(1)])
+    for iteration in range(4):
+        clip_coef = ppo_atari.set_schedules(optimizer, args, iteration)
+        found = {"lr": optimizer.param_groups[0]["lr"], "clip": clip_coef}
+        falling = {name: rate * (1 - iteration / 4) for name, rate in rates.items()}
+        assert found == pytest.approx(falling | {kept: rates[kept]})
 
 
 def test_run_prints(run):
@@ -883,7 +873,7 @@ def test_run_progress(run):
     """progress.csv has a row per iteration, after the evaluation of the start, and all columns."""
     rows = progress(run.run_dir)
     names = (
-        "iteration global_step wall_seconds sps episodic_return episodic_length eval_return "
+        "iteration global_step wall_seconds starts sps episodic_return episodic_length eval_return "
         "learning_rate policy_loss value_loss entropy approx_kl clipfrac explained_variance"
     ).split()
     assert list(rows[0]) == names
@@ -931,19 +921,16 @@ def test_episodes_are_logged(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("num_workers", ["0", "2"])
-def test_same_seed_same_parameters(run, tmp_path, num_workers):
-    """A seed gives bitwise the same parameters, with and without workers or evaluations."""
+def test_same_seed_same_parameters(run, tmp_path, capsys, num_workers):
+    """A seed gives bitwise the same parameters, with and without workers or evaluations.
+
+    --quiet prints nothing.
+    """
     options = ["--num-iterations", "3", "--num-workers", num_workers, "--quiet"]
     again = train(tmp_path, *options)
+    assert capsys.readouterr().out == ""
     for name, value in run.model.state_dict().items():
         assert torch.equal(value, again.model.state_dict()[name]), name
-
-
-def test_other_seed_other_parameters(run, tmp_path):
-    """Another seed gives other weights and another run."""
-    other = train(tmp_path, "--num-iterations", "1", "--seed", "2", "--quiet")
-    assert not torch.equal(run.model.value.weight, other.model.value.weight)
-    assert other.history[0]["policy_loss"] != run.history[1]["policy_loss"]
 
 
 def test_resume(run, tmp_path, clip_coefs):
@@ -955,22 +942,13 @@ def test_resume(run, tmp_path, clip_coefs):
     assert args.num_steps == 8 and args.precision == "fp32" and args.num_workers == 0
     resumed = ppo_atari.train(args)
     assert resumed.run_dir == copy
-    assert [row["global_step"] for row in resumed.history] == [64, 80]
-    rates = [row["learning_rate"] for row in resumed.history]
+    assert [row["global_step"] for row in resumed.history] == [0, 16, 32, 48, 64, 80]
+    rates = [row["learning_rate"] for row in resumed.history[-2:]]
     assert rates == pytest.approx([2.5e-4 * 2 / 5, 2.5e-4 / 5])
     assert clip_coefs == pytest.approx([0.1 * 2 / 5, 0.1 / 5])
     assert [int(row["iteration"]) for row in progress(copy)] == [0, 1, 2, 3, 4, 5]
     state = torch.load(copy / "checkpoint.pt", weights_only=True)
     assert float(state["optimizer"]["state"][0]["step"]) == 5 * 2
-
-
-def test_resume_starts_from_the_checkpoint(run, tmp_path):
-    """A run resumed for no iteration more has the parameters of its checkpoint."""
-    copy = shutil.copytree(run.run_dir, tmp_path / "copy")
-    again = ppo_atari.train(ppo_atari.parse_args(["--resume", str(copy), "--quiet"]))
-    for name, value in run.model.state_dict().items():
-        assert torch.equal(value, again.model.state_dict()[name])
-    assert progress(copy) == progress(run.run_dir)
 
 
 @torch.no_grad()
@@ -984,8 +962,9 @@ def mode_return(model, seed, **options):
             return step.episode_return, step.episode_length
 
 
-def test_eval(run, tmp_path, capsys):
+def test_eval(run, monkeypatch, tmp_path, capsys):
     """--eval prints mean ± sd of whole games with the mode, as the run's options say."""
+    limit_frames(monkeypatch, 500)
     copy = shutil.copytree(run.run_dir, tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())
     config["options"]["sticky_actions"] = 0.1  # so that games are not all alike
@@ -1003,7 +982,6 @@ def test_eval_is_the_runs(run):
     """Without other options --eval repeats the run's own last evaluation."""
     returns = ppo_atari.evaluate_run(ppo_atari.parse_args(["--eval", str(run.run_dir)]))
     assert returns.tolist() == [run.history[-1]["eval_return"]]
-    assert returns.tolist() == [mode_return(run.model, 10_000)[0]]
 
 
 def test_video(run, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Tests of what goes wrong: games that fail now and then or hang, full disks, NaN, signals."""
+"""Tests of what goes wrong: games that fail now and then, full disks, NaN, signals."""
 
 import csv
 import multiprocessing
@@ -7,9 +7,7 @@ import re
 import shutil
 import signal
 import sys
-import time
 
-import envs
 import numpy as np
 import pytest
 import torch
@@ -24,10 +22,10 @@ OWN = {
     ppo_atari: "--num-steps 8 --eval-episodes 1 --precision fp32 --noop-max 0".split(),
     ppo_multilevel: "--levels 1 2 --num-steps 16 8 --hidden 8 --eval-every 0".split(),
 }
-FLAKY = {ppo: "envs:Flaky-v0", ppo_atari: "Breakout", ppo_multilevel: "envs:make_flaky"}
 GOOD = {ppo: "CartPole-v1", ppo_atari: "Breakout", ppo_multilevel: "envs:make"}
 
 
+NAMES = ["ppo", "ppo_multilevel"]
 SLOW = pytest.param(ppo_atari, marks=pytest.mark.slow)  # what it shares is tested by the others
 
 
@@ -42,26 +40,6 @@ def remove_runs(tmp_path):
     """Remove the runs' folders: Atari's checkpoints have 20 MB."""
     yield
     shutil.rmtree(tmp_path)
-
-
-@pytest.fixture
-def fail(tmp_path, monkeypatch):
-    """Return a function: have the first `times` fifth steps fail."""
-    if sys.platform != "linux":
-        pytest.skip("spawned workers do not know the game that fails")
-
-    class FlakyGame(ppo_atari.Game):
-        def step(self, action):
-            if self.length == 4:
-                envs.fail_now_and_then()
-            return super().step(action)
-
-    def failing(how, times):
-        (tmp_path / "failures").mkdir()
-        monkeypatch.setenv("FLAKY", f"{how}:{times}:{tmp_path}/failures")
-        monkeypatch.setattr(ppo_atari, "Game", FlakyGame)
-
-    return failing
 
 
 def run_main(script, monkeypatch, *options):
@@ -81,121 +59,108 @@ def rows(run_dir):
         return list(csv.DictReader(file))
 
 
-# Workers ------------------------------------------------------------------------------------------
+# Games --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["raise", "kill", "hang", "nan"])
-def test_worker_that_starts_again(script, tmp_path, capsys, fail, how):
-    """A worker that fails is started again, each time; the others' games go on, all is counted."""
-    if how == "nan" and script is ppo_atari:
-        pytest.skip("frames have no NaN")
-    times = 1 if how == "nan" else 2  # NaN of two games of a worker are one failure
-    fail(how, times)
-    more = "--num-workers 2 --restart-workers 2 --num-iterations 3".split()
-    more += ["--step-timeout", "0.5" if script is ppo_atari else "2"] if how == "hang" else []
-    run = script.train(script.parse_args(options(script, tmp_path, FLAKY[script], *more)))
-    lines = capsys.readouterr().err.splitlines()
-    reason = {"raise": "broken on purpose", "kill": "died with exit code -9"}
-    reason |= {"hang": "has not answered", "nan": "NaN or infinity in"}
-    assert len(lines) == times
-    for line in lines:
-        assert re.match(rf"worker \d starts again: .*{reason[how]}", line)
-    assert [row["iteration"] for row in run.history] == [1, 2, 3]
-    assert [row["restarts"] for row in rows(run.run_dir)] == [str(times)] * 3
-    assert all(torch.isfinite(value).all() for value in run.model.state_dict().values())
+@pytest.mark.parametrize("how", ["raise", "kill", "nan"])
+@pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=NAMES, indirect=True)
+def test_game_that_fails_once(script, tmp_path, capsys, monkeypatch, how):
+    """The run ends with a line and is resumed with new games, whose seeds are others."""
+    (tmp_path / "failures").mkdir()
+    monkeypatch.setenv("FLAKY", f"{how}:1:{tmp_path}/failures")
+    env = "envs:Flaky-v0" if script is ppo else "envs:make_flaky"
+    more = "--num-workers 2 --num-iterations 3".split()
+    assert run_main(script, monkeypatch, *options(script, tmp_path, env, *more)) == 1
+    line, *_ = capsys.readouterr().err.splitlines()
+    reason = {
+        "raise": "failed in step: RuntimeError: broken on purpose",
+        "kill": "died with exit code -9",
+    }
+    reason |= {"nan": "NaN or infinity in"}
+    assert re.match(rf"{script.__name__}.py: error: .*{reason[how]}", line)
     assert multiprocessing.active_children() == []
-
-
-def test_atari_worker_that_starts_again(tmp_path, capsys, fail):
-    """It plays the whole rollout again, which is its own way."""
-    test_worker_that_starts_again(ppo_atari, tmp_path, capsys, fail, "kill")
-
-
-def test_more_failures_than_restarts(script, tmp_path, capsys, monkeypatch, fail):
-    """Then the run ends with the error, and a checkpoint."""
-    fail("raise", 3)
-    more = "--num-workers 1 --restart-workers 2 --num-iterations 5".split()
-    assert run_main(script, monkeypatch, *options(script, tmp_path, FLAKY[script], *more)) == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert sum(line.startswith("worker 0 starts again") for line in lines) == 2
-    assert lines[2].startswith(f"{script.__name__}.py: error: ")
-    assert "broken on purpose" in lines[2]
     (run_dir,) = (tmp_path / "runs").iterdir()
-    script.load_checkpoint(run_dir)
-
-
-def test_episodes_of_a_failed_worker(tmp_path, fail, monkeypatch):
-    """They end truncated where it failed, the next ones have other seeds; other games go on."""
-    fail("raise", 1)
-    more = "--num-workers 2 --restart-workers 1 --num-iterations 1".split()
-    buffers, real = [], ppo.rollout
-    monkeypatch.setattr(ppo, "rollout", lambda *a: buffers.append(real(*a)) or buffers[-1])
-    ppo.train(ppo.parse_args(options(ppo, tmp_path, FLAKY[ppo], *more)))
-    ((buffer, episodes),) = buffers
-    truncated = buffer["truncated"].numpy()  # (16, 4); episodes have 10 steps
-    expected = np.zeros((16, 4), bool)
-    whole, failed = ([0, 1], [2, 3]) if truncated[4, 2] else ([2, 3], [0, 1])
-    expected[9, whole] = expected[4, failed] = expected[14, failed] = True
-    np.testing.assert_array_equal(truncated, expected)
-    assert not buffer["terminated"].any()
-    assert (buffer["rewards"][4, failed] == 0).all() and (buffer["rewards"][:4] != 0).all()
-    assert len(episodes) == 4  # those that the failure ended are not among them
-    starts = buffer["obs"][[0, 5], :][:, failed]
-    assert len(starts.flatten(0, 1).unique(dim=0)) == 4
-
-
-def test_pair_that_starts_again(tmp_path, fail, monkeypatch):
-    """Both members of a pair that failed end truncated, and start from the same state."""
-    fail("raise", 1)
-    more = "--num-workers 2 --restart-workers 1 --num-iterations 1 --coupling noise".split()
-    buffers, real = [], ppo_multilevel.rollout
-    monkeypatch.setattr(
-        ppo_multilevel, "rollout", lambda *a: buffers.append(real(*a)) or buffers[-1]
-    )
-    ppo_multilevel.train(
-        ppo_multilevel.parse_args(options(ppo_multilevel, tmp_path, FLAKY[ppo_multilevel], *more))
-    )
-    (own, sync), _ = buffers[1]  # (8, 4): own level 2, its partner
-    failed = own["truncated"][4].nonzero().flatten().tolist()
-    assert failed in ([0, 1], [2, 3])
-    assert torch.equal(own["truncated"], sync["truncated"])
-    # A cell of level 1 is two of level 2: the same state rounds to numbers that are that near.
-    assert ((own["obs"][5, failed] - sync["obs"][5, failed]).abs() <= 0.5).all()
-    assert not (own["obs"][5, failed] == own["obs"][0, failed]).all()
-
-
-def test_worker_that_hangs(script, tmp_path, capsys, monkeypatch, fail):
-    """One line names the option, nobody waits, no process is left."""
-    fail("hang", 1)
-    more = "--num-workers 2 --step-timeout 0.5 --num-iterations 9".split()
-    started = time.monotonic()
-    assert run_main(script, monkeypatch, *options(script, tmp_path, FLAKY[script], *more)) == 1
-    assert time.monotonic() - started < 60
+    assert script.load_checkpoint(run_dir)["games"] is None
+    run = script.train(script.parse_args(["--resume", str(run_dir), "--quiet"]))
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(r"worker \d has not answered for [\d.]+ s, see --step-timeout", line)
+    assert line.startswith("all games start new episodes")
+    assert [row["iteration"] for row in run.history] == [1, 2, 3]
+    assert [row["iteration"] for row in rows(run_dir)] == ["1", "2", "3"]
+    assert run.counters["starts"] == 1
+    seeds = {*script.game_seeds(run.args, 0).flat, *script.game_seeds(run.args, 1).flat}
+    assert len(seeds) == 2 * script.game_seeds(run.args, 0).size
     assert multiprocessing.active_children() == []
 
 
-def test_evaluation_that_hangs(script, tmp_path, fail):
-    """The evaluation's games are timed too."""
-    fail("hang", 1)
-    more = "--num-workers 1 --step-timeout 0.5 --num-iterations 9 --eval-every 1".split()
-    args = script.parse_args(options(script, tmp_path, FLAKY[script], *more))
-    with pytest.raises(script.GameError, match="--step-timeout"):
-        script.train(args)
-    assert multiprocessing.active_children() == []
+@pytest.mark.parametrize("iteration", [1, 3])
+@pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=NAMES, indirect=True)
+def test_resumed_run_does_not_repeat_the_failure(script, tmp_path, capsys, monkeypatch, iteration):
+    """A state in which a game always fails: games that are saved before it come to it again. So
+    they are not kept, though that iteration was saved with them; new games go other ways.
+    """
+    states, steps, checkpoints = set(), [], []
+    real, real_write = script.Game.record, script.write_file
+    per_iteration = 4 * 16 if script is ppo else 4 * (16 + 8 + 8)
+
+    def record(game, obs, reward, *results):
+        steps.append(1)
+        state = obs.tobytes(), reward  # observations of a coarse level are rounded
+        if len(steps) == per_iteration * (iteration - 1) + 40:
+            states.add(state)
+        if state in states:
+            raise RuntimeError("broken on purpose")
+        real(game, obs, reward, *results)
+
+    def write_file(path, content):
+        if path.name == "checkpoint.pt":
+            checkpoints.append(content)
+        real_write(path, content)
+
+    monkeypatch.setattr(script.Game, "record", record)
+    monkeypatch.setattr(script, "write_file", write_file)
+    more = "--num-workers 0 --num-iterations 4 --save-every 1".split()
+    assert run_main(script, monkeypatch, *options(script, tmp_path, GOOD[script], *more)) == 1
+    assert "broken on purpose" in capsys.readouterr().err.splitlines()[0]
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    state = script.load_checkpoint(run_dir)
+    assert state["games"] is None and state["counters"]["iteration"] == iteration - 1
+    assert len(checkpoints) == iteration  # the last one is that of the failure
+    if iteration == 3:  # from the games that were saved before the run fails in the same state
+        (run_dir / "checkpoint.pt").write_bytes(checkpoints[-2])
+        assert script.load_checkpoint(run_dir)["games"] is not None
+        assert run_main(script, monkeypatch, "--resume", str(run_dir), "--quiet") == 1
+        assert "broken on purpose" in capsys.readouterr().err.splitlines()[0]
+        assert script.load_checkpoint(run_dir)["games"] is None
+    assert run_main(script, monkeypatch, "--resume", str(run_dir), "--quiet") == 0
+    assert capsys.readouterr().err.startswith("all games start new episodes: ")
+    state = script.load_checkpoint(run_dir)
+    assert state["counters"]["starts"] == 1 and state["games"] is not None
+    assert [row["iteration"] for row in rows(run_dir)] == ["1", "2", "3", "4"]
 
 
-@pytest.mark.parametrize("option", ["--step-timeout", "--restart-workers"])
-def test_options_that_need_workers(script, tmp_path, capsys, option):
-    """Only what runs in a process of its own can be ended or started again."""
-    with pytest.raises(SystemExit) as exit_info:
-        script.parse_args(
-            options(script, tmp_path, GOOD[script], option, "1", "--num-workers", "0")
-        )
-    assert exit_info.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert option in line and "--num-workers" in line
+@pytest.mark.parametrize("num_workers", ["0", "1"])
+def test_games_that_fail_when_a_resumed_run_starts(tmp_path, monkeypatch, num_workers):
+    """Each attempt to go on has other seeds."""
+    run_dir, seeds = first_run(ppo, tmp_path), []
+    state = ppo.load_checkpoint(run_dir)
+    torch.save(state | {"games": None}, run_dir / "checkpoint.pt")
+    real = ppo.game_seeds
+
+    def game_seeds(*arguments):
+        seeds.append(real(*arguments))
+        return seeds[-1]
+
+    def reset(*_, **__):
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(ppo, "game_seeds", game_seeds)
+    more = ["--resume", str(run_dir), "--num-iterations", "3", "--num-workers", num_workers]
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ppo.Game, "start", reset)
+            assert run_main(ppo, monkeypatch, *more, "--quiet") == 1
+    assert run_main(ppo, monkeypatch, *more, "--quiet") == 0
+    assert len({*np.concatenate(seeds)}) == 3 * 4
 
 
 # Files --------------------------------------------------------------------------------------------
@@ -208,42 +173,45 @@ def first_run(script, log_dir, iterations=2):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("file", ["checkpoint", "games-3"])
-def test_full_disk_while_saving(script, tmp_path, capsys, monkeypatch, file):
-    """One line names the file; the old checkpoint is whole, and the run can be resumed from it."""
+def test_full_disk_while_saving(script, tmp_path, capsys, monkeypatch):
+    """One line says so; the old checkpoint is whole, and the run can be resumed from it."""
     run_dir = first_run(script, tmp_path)
     before = (run_dir / "checkpoint.pt").read_bytes()
-    (run_dir / f"{file}.partial").symlink_to("/dev/full")
+    (run_dir / "checkpoint.partial").symlink_to("/dev/full")
     capsys.readouterr()
     more = ["--resume", str(run_dir), "--num-iterations", "5", "--save-every", "3", "--quiet"]
     assert run_main(script, monkeypatch, *more) == 1
-    *_, line = capsys.readouterr().err.splitlines()
-    assert re.search(rf"error: .*No space left on device: '.*{file}\.(pt|pkl)'$", line)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(rf"{script.__name__}.py: error: .*No space left on device", line)
     assert (run_dir / "checkpoint.pt").read_bytes() == before
     assert rows(run_dir)[-1]["iteration"] == "3"
-    assert not (run_dir / f"{file}.partial").is_symlink()
+    (run_dir / "checkpoint.partial").unlink(missing_ok=True)  # there is room again
     assert run_main(script, monkeypatch, *more) == 0
-    assert "new episodes" not in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
     assert [int(row["iteration"]) for row in rows(run_dir)[-5:]] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_full_disk_while_logging(script, tmp_path, capsys, monkeypatch):
-    """One line names the run's folder, as TensorBoard's files are in it too."""
-    real = script.Logger.write
+@pytest.mark.parametrize("what", ["progress.csv", "TensorBoard"])
+def test_full_disk_while_logging(script, tmp_path, capsys, monkeypatch, what):
+    """One line says so, also of TensorBoard's thread; the checkpoint before it is whole."""
+    real = script.Run.log
 
-    def write(logger, row, **scalars):
-        if row["iteration"] == 2:
-            logger.csv = open("/dev/full", "w")
-            logger.writer = csv.DictWriter(logger.csv, logger.columns)
-        real(logger, row, **scalars)
+    def log(run, row, tags=None):
+        if row["iteration"] == 2 and what == "progress.csv":
+            full = open("/dev/full", "w", buffering=1, newline="")
+            run.writer = csv.DictWriter(full, script.COLUMNS, extrasaction="ignore")
+        if row["iteration"] == 2 and what == "TensorBoard":
+            writer = run.events._get_file_writer().event_writer._async_writer._writer
+            writer._writer = open("/dev/full", "wb", buffering=0)
+        real(run, row, tags)
 
-    monkeypatch.setattr(script.Logger, "write", write)
+    monkeypatch.setattr(script.Run, "log", log)
     more = ["--num-iterations", "5", "--save-every", "1", "--num-workers", "0"]
     assert run_main(script, monkeypatch, *options(script, tmp_path, GOOD[script], *more)) == 1
     (run_dir,) = (tmp_path / "runs").iterdir()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(f"No space left on device: '{run_dir}'")
+    assert re.match(rf"{script.__name__}.py: error: .*No space left on device", line)
     assert script.load_checkpoint(run_dir)["counters"]["iteration"] == 1
 
 
@@ -289,7 +257,7 @@ def test_signal(script, tmp_path, capsys, monkeypatch, during, signum):
     args = script.parse_args(options(script, tmp_path, GOOD[script], *more))
     with pytest.MonkeyPatch.context() as patch:
         real, calls = getattr(script, during), []
-        when = 4 if during == "write_file" else 2  # config, progress, games-1 and checkpoint
+        when = 3 if during == "write_file" else 2  # config, progress, checkpoint
 
         def function(*arguments):
             calls.append(1)

@@ -20,6 +20,7 @@ import ppo_atari
 import ppo_multilevel
 
 ROOT = Path(__file__).resolve().parent.parent
+SLOW = pytest.mark.slow  # what it shares with ppo.py is tested there
 SCRIPTS = [ppo, ppo_atari, ppo_multilevel]
 SMALL = "--num-minibatches 2 --update-epochs 1 --num-envs 4 --eval-every 0".split()
 OWN = {
@@ -52,6 +53,14 @@ def only(*scripts):
     """Mark a test that makes sense for some scripts only."""
     names = [script.__name__ for script in scripts]
     return pytest.mark.parametrize("script", scripts, ids=names, indirect=True)
+
+
+atari_slow = pytest.mark.parametrize(
+    "script",
+    [ppo, pytest.param(ppo_atari, marks=SLOW), ppo_multilevel],
+    ids=[script.__name__ for script in SCRIPTS],
+    indirect=True,
+)
 
 
 class BadGame(ppo_atari.Game):
@@ -131,6 +140,8 @@ def test_workers_do_what_this_process_does(script, tmp_path, start_method, num_w
     """All start methods and numbers of workers fill the shared arrays alike."""
     if start_method == "spawn" and num_workers == 3:
         pytest.skip("spawn is slow, one worker will do")
+    if start_method == "fork" and num_workers == 1 and script is ppo_atari:
+        pytest.skip("Atari is slow, three workers will do")
     if start_method == "fork" and not hasattr(os, "fork"):
         pytest.skip("no fork here")
     args = parse(script, tmp_path, "--env", GOOD[script], "--num-envs", "4")
@@ -187,7 +198,7 @@ def test_game_that_raises(script, tmp_path, bad_env, where, num_workers):
     assert env in first
     assert ("level 2" in first) == (script is ppo_multilevel)
     doing = "start" if where == "reset" and script is not ppo_multilevel else where
-    assert re.search(rf"\(seed \d+\) failed in {doing}: broken on purpose", first)
+    assert re.search(rf"\(seed \d+\) failed in {doing}: RuntimeError: broken on purpose", first)
     assert rest[0].startswith("Traceback") and "broken on purpose" in rest[-1]
     assert ("test_pool.py" if script is ppo_atari else "envs.py") in str(error.value)
     if where == "step":  # training had begun
@@ -265,12 +276,13 @@ def test_keyboard_interrupt_in_a_worker(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(ppo.Game, "step", step)
     assert run_main(ppo, monkeypatch, tmp_path, "--num-workers", "1") == 1
     first, *rest = capfd.readouterr().err.strip().splitlines()
-    assert re.match(r"ppo.py: error: .*KeyboardInterrupt in step, test_pool.py:\d+\)$", first)
+    assert re.match(r"ppo.py: error: .*KeyboardInterrupt: \(in step, .*test_pool.py:\d+\)$", first)
     assert rest[0].startswith("Traceback") and rest[-1] == "KeyboardInterrupt"
     assert sum(line.startswith("Traceback") for line in rest) == 1
     assert multiprocessing.active_children() == []
 
 
+@atari_slow
 def test_evaluation_that_fails(script, tmp_path, monkeypatch):
     """A game that fails in an evaluation leaves the last iteration's checkpoint."""
 
@@ -287,6 +299,7 @@ def test_evaluation_that_fails(script, tmp_path, monkeypatch):
     assert script.load_checkpoint(run_dir)["counters"]["iteration"] == 2
 
 
+@atari_slow
 @pytest.mark.parametrize("during", [0, 2])
 def test_signal_during_an_evaluation(script, tmp_path, monkeypatch, during):
     """A signal ends the evaluation of iteration 2, or of the start; a checkpoint is left too."""
@@ -318,6 +331,7 @@ def iterations(run_dir):
     return [int(x.split(",")[0]) for x in (run_dir / "progress.csv").read_text().splitlines()[1:]]
 
 
+@atari_slow
 def test_handlers_are_put_back(script, tmp_path):
     """train leaves the process's signal handlers as they were."""
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
@@ -367,11 +381,27 @@ def test_second_signal_during_a_rollout(tmp_path, monkeypatch, capsys, num_worke
     assert multiprocessing.active_children() == []
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("stopping after this iteration")
-    assert second == "stopped at once, the checkpoint is that of iteration 1"
+    assert second == "stopped at once; iterations that are saved: 1"
     (run_dir,) = tmp_path.iterdir()
     assert iterations(run_dir) == [1]
     state = ppo.load_checkpoint(run_dir)
     assert state["counters"]["iteration"] == 1 and state["games"] is not None
+
+
+def test_second_signal_before_there_is_a_checkpoint(tmp_path, monkeypatch, capsys):
+    """Then it does not name one."""
+    waits = iter([1.1, 0.1])
+
+    def step(game):
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(next(waits))
+
+    monkeypatch.setattr(ppo.Game, "step", step)
+    assert run_main(ppo, monkeypatch, tmp_path, "--num-workers", "0") == 128 + signal.SIGINT
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("stopped at once") and "None" not in line
+    (run_dir,) = tmp_path.iterdir()
+    assert not (run_dir / "checkpoint.pt").exists()
 
 
 # Whole runs ---------------------------------------------------------------------------------------
@@ -403,13 +433,14 @@ def shared_memory():
     return {name for name in os.listdir("/dev/shm") if name.startswith(("pym-", "psm_", "torch_"))}
 
 
-SLOW = pytest.mark.slow  # the same text as in ppo.py
+HOWS = ("two SIGTERM", "SIGINT", "SIGTERM", "kill worker", "kill main")
+ENDS = {(ppo, how) for how in HOWS[:2]} | {(ppo, "kill main")}
+ENDS |= {(ppo_atari, how) for how in HOWS[3:]}  # its workers are in the middle of a rollout then
 ENDS = [
-    (ppo, ("kill worker", "two SIGTERM", "SIGINT", "kill main"), ()),
-    (ppo_atari, ("kill worker", "SIGTERM", "kill main"), ()),  # its workers are in a rollout then
-    (ppo_multilevel, ("kill worker", "two SIGTERM", "SIGINT", "kill main"), (SLOW,)),
+    pytest.param(script, how, marks=() if (script, how) in ENDS else SLOW)
+    for script in SCRIPTS
+    for how in HOWS
 ]
-ENDS = [pytest.param(x, y, marks=z, id=f"{x.__name__}-{y}") for x, ys, z in ENDS for y in ys]
 
 
 def end_run(script, how, log_dir):
@@ -459,7 +490,7 @@ def end_run(script, how, log_dir):
 
 
 @linux
-@pytest.mark.parametrize("script, how", ENDS)
+@pytest.mark.parametrize("script, how", ENDS, indirect=["script"])
 def test_run_that_is_ended(script, how, tmp_path):
     """Killed worker, SIGTERM, SIGINT, killed main process: no orphan, no leak, a checkpoint."""
     run = end_run(script, how, tmp_path)

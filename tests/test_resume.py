@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -30,8 +31,11 @@ CASES = {
     "CartPole, normalised": (ppo, f"--env CartPole-v1 {NORMS}"),
     "CartPole, LSTM": (ppo, "--env CartPole-v1 --rnn lstm --rnn-size 8 --num-workers 2"),
     "HalfCheetah": (ppo, "--env HalfCheetah-v5 --num-envs 2"),
-    "Breakout": (ppo_atari, "--env Breakout --num-workers 0 --eval-every 4 --eval-episodes 1"),
-    "Breakout, sticky": (ppo_atari, "--env Breakout --num-workers 2 --sticky-actions 0.25"),
+    "Breakout": (ppo_atari, "--env Breakout --num-envs 2 --num-workers 0 --eval-every 4"),
+    "Breakout, sticky": (
+        ppo_atari,
+        "--env Breakout --num-envs 2 --num-workers 2 --sticky-actions 0.25",
+    ),
     "ResSim, step": (ppo_multilevel, "--env ResSim-v1 --eval-every 2"),
     "ResSim, noise": (ppo_multilevel, "--env ResSim-v1 --coupling noise --num-workers 2"),
     "no map_from": (ppo_multilevel, "--env envs:make_cartpole"),
@@ -68,15 +72,25 @@ def train_until(script, args, last):
     return run
 
 
+def without_times(rows):
+    """Return rows without what takes another time in each run."""
+    rows = [{k: v for k, v in r.items() if k.rpartition("_")[2] != "seconds"} for r in rows]
+    return [{k: v for k, v in row.items() if k not in SECONDS} for row in rows]
+
+
 def log(run_dir):
     """Return what a run has logged, without times: rows of progress.csv, TensorBoard's points."""
     with (run_dir / "progress.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    rows = [{k: v for k, v in r.items() if k.rpartition("_")[2] != "seconds"} for r in rows]
-    rows = [{k: v for k, v in row.items() if k not in SECONDS} for row in rows]
+    rows = without_times(rows)
     events = EventAccumulator(str(run_dir)).Reload()
-    tags = set(events.Tags()["scalars"]) - {"charts/SPS"}
+    tags = set(events.Tags()["scalars"]) - {"charts/sps", "charts/SPS"}
     return rows, {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}
+
+
+def saved_games(state):
+    """Take the games out of a checkpoint. Returns (arrays, states) for each rank."""
+    return pickle.loads(state.pop("games").numpy().tobytes())
 
 
 def equal(a, b):
@@ -91,9 +105,10 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_resumed_run_is_the_same_run(case, tmp_path, capsys):
+def test_resumed_run_is_the_same_run(case, tmp_path, capsys, monkeypatch):
     """6 iterations are 3, a stop, and 3 more: parameters, optimizer, generators, games, logs."""
     script, options = CASES[case]
+    monkeypatch.setattr(ppo_atari, "EVAL_STEPS", 40)  # a whole episode takes seconds
     args = parse(script, tmp_path / "whole", "--num-iterations", "6", *options.split())
     whole = script.train(args)
     args.log_dir = str(tmp_path / "parts")
@@ -104,24 +119,23 @@ def test_resumed_run_is_the_same_run(case, tmp_path, capsys):
     while int(time.time()) <= int(events.name.split(".")[3]):
         time.sleep(0.05)  # TensorBoard reads files in the order of the seconds in their names
     more = ["--num-workers", "3"] if case == "CartPole, LSTM" else []  # which are no difference
+    before = capsys.readouterr().err
+    assert before.startswith("stopping after this iteration") and before.count("\n") == 1
     resumed = resume(script, part.run_dir, *more)
-    assert capsys.readouterr().err.count("\n") == (2 if case == "no map_from" or more else 1)
+    assert capsys.readouterr().err == ""
     assert resumed.run_dir == part.run_dir
     saved = [script.load_checkpoint(run.run_dir) for run in (whole, resumed)]
     for state in saved:
         for name in SECONDS & state["counters"].keys():
             assert state["counters"].pop(name) > 0
+        state["history"] = without_times(state["history"])
+    games = [saved_games(state) for state in saved]
+    for ((arrays, states),) in games:
+        arrays.pop("seconds", None)
+        assert None not in states
+    assert equal(*([arrays for arrays, _ in ranks] for ranks in games))
     assert equal(*saved)
-    files = [run.run_dir / "games-6.pkl" for run in (whole, resumed)]
-    games = [pickle.loads(file.read_bytes()[32:])[0] for file in files]  # after the checksum
-    for name in ("arrays", "seeds", "recent", "made_of"):
-        first, second = (state[name] for state in games)
-        if name == "arrays":
-            first.pop("seconds", None), second.pop("seconds", None)
-        assert equal(first, second), name
-    assert None not in games[0]["states"]
     assert equal(*(log(run.run_dir) for run in (whole, resumed)))
-    assert [path.name for path in part.run_dir.glob("games*")] == ["games-6.pkl"]
     assert not list(part.run_dir.glob("*.partial"))
 
 
@@ -142,83 +156,116 @@ def resume(script, run_dir, *options):
     return script.train(script.parse_args(["--resume", str(run_dir), "--quiet", *options]))
 
 
-def test_seeds_in_the_config(tmp_path, monkeypatch):
-    """They are those that the games start from."""
-    buffers, real = [], ppo.rollout
-    monkeypatch.setattr(ppo, "rollout", lambda *a: buffers.append(real(*a)[0]) or real(*a))
+def iterations(run):
+    """Return the iterations that a run has logged, without the evaluation before the first one."""
+    return [row["iteration"] for row in run.history if row["iteration"]]
+
+
+def first_observations(monkeypatch):
+    """Return a list that collects what the games of ppo.py show first in each rollout, (N, D)."""
+    seen, real = [], ppo.rollout
+
+    def rollout(*arguments):
+        buffer, episodes = real(*arguments)
+        seen.append(buffer["obs"][0])
+        return buffer, episodes
+
+    monkeypatch.setattr(ppo, "rollout", rollout)
+    return seen
+
+
+def test_seeds(tmp_path, monkeypatch):
+    """The games start from them, and each has its own."""
+    seen = first_observations(monkeypatch)
     run = small_run(ppo, tmp_path, iterations=1)
-    seeds = json.loads((run.run_dir / "config.json").read_text())["game_seeds"]
-    first = [gym.make("CartPole-v1").reset(seed=seed)[0] for seed in seeds]
-    np.testing.assert_array_equal(buffers[0]["obs"][0], first)
+    seeds = ppo.game_seeds(run.args, 0)
+    first = [gym.make("CartPole-v1").reset(seed=int(seed))[0] for seed in seeds]
+    np.testing.assert_array_equal(seen[0], first)
     assert len(set(seeds)) == 4
+    assert "game_seeds" not in json.loads((run.run_dir / "config.json").read_text())
 
 
-def test_games_that_cannot_be_pickled(tmp_path, capsys):
-    """They start new episodes with new seeds, and the log says so once."""
-    first = small_run(ppo, tmp_path, "--env", "LunarLander-v3")
-    before = json.loads((first.run_dir / "config.json").read_text())["game_seeds"]
-    capsys.readouterr()
-    second = resume(ppo, first.run_dir, "--num-iterations", "3")
-    err = capsys.readouterr().err
-    assert "4 games start new episodes: they could not be saved\n" in err and err.count("\n") == 2
-    after = json.loads((first.run_dir / "config.json").read_text())["game_seeds"]
-    assert len({*before, *after}) == 8
-    assert [row["iteration"] for row in second.history] == [3]
+def test_games_that_cannot_be_pickled(tmp_path, capsys, monkeypatch):
+    """They start new episodes with new seeds, each time, and the log says so once."""
+    seen = first_observations(monkeypatch)
+    run = small_run(ppo, tmp_path, "--env", "LunarLander-v3", iterations=1)
+    assert capsys.readouterr().err == ""
+    seeds = {*ppo.game_seeds(run.args, 0)}
+    for starts in (1, 2):
+        run = resume(ppo, run.run_dir, "--num-iterations", str(1 + starts))
+        err = capsys.readouterr().err
+        assert err.startswith("4 games start new episodes: ") and err.count("\n") == 1
+        assert run.counters["starts"] == starts
+        seeds |= {*(own := ppo.game_seeds(run.args, starts))}
+        first = [gym.make("LunarLander-v3").reset(seed=int(seed))[0] for seed in own]
+        np.testing.assert_array_equal(seen[-1], first)
+        assert iterations(run) == [*range(1, 2 + starts)]
+    assert len(seeds) == 3 * 4
 
 
 @SCRIPTS
-@pytest.mark.parametrize("damage", ["missing", "cut", "other games"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "other ranks"])
 def test_games_that_cannot_be_restored(script, tmp_path, capsys, damage):
-    """Without a fitting file of games the run goes on with new episodes, and says why."""
+    """Without fitting games the run goes on with new episodes, and says why."""
     run_dir = small_run(script, tmp_path).run_dir
-    path, options = run_dir / "games-2.pkl", ["--num-iterations", "3"]
+    state = script.load_checkpoint(run_dir)
     if damage == "missing":
-        path.unlink()
+        state["games"] = None
     elif damage == "cut":
-        path.write_bytes(path.read_bytes()[:-100])
+        state["games"] = state["games"][:-100]
     else:
-        options += ["--num-envs", "2"]
+        games = pickle.dumps(2 * saved_games(state))
+        state["games"] = torch.frombuffer(bytearray(games), dtype=torch.uint8)
+    torch.save(state, run_dir / "checkpoint.pt")
     capsys.readouterr()
-    resumed = resume(script, run_dir, *options)
-    lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if line.startswith("all games start new episodes: ")]
-    assert len(lines) == 2
-    assert [row["iteration"] for row in resumed.history] == [3]
-    assert (run_dir / "games-3.pkl").exists() and not path.exists()
-
-
-@SCRIPTS
-def test_changed_options_are_named(script, tmp_path, capsys):
-    """Options given beside --resume are named with their old values, others are not."""
-    run_dir = small_run(script, tmp_path).run_dir
-    capsys.readouterr()
-    resume(script, run_dir, *"--num-iterations 3 --gamma 0.5 --ent-coef 0.25".split())
-    old = script.parse_args([]).ent_coef
-    expected = "num_iterations 3 (was 2), gamma 0.5 (was 0.99), ent_coef 0.25 (was {})"
+    resumed = resume(script, run_dir, "--num-iterations", "3")
     (line,) = capsys.readouterr().err.splitlines()
-    assert set(line.removeprefix("options changed: ").split(", ")) == set(
-        expected.format(old).split(", ")
-    )
-    resume(script, run_dir)
+    assert line.startswith("all games start new episodes: ")
+    assert iterations(resumed) == [1, 2, 3]
+    assert resumed.counters["starts"] == 1
+    assert script.load_checkpoint(run_dir)["games"] is not None
+    resume(script, run_dir, "--num-iterations", "4")
     assert capsys.readouterr().err == ""
 
 
 @SCRIPTS
-@pytest.mark.parametrize("option", ["--seed 5", "--log-dir elsewhere", "--run-name other"])
-def test_options_that_resume_refuses(script, tmp_path, capsys, option):
-    """A seed that would have no effect, a folder that is not the run's."""
-    run_dir = small_run(script, tmp_path, iterations=1).run_dir
+def test_options_that_may_change(script, tmp_path, capsys):
+    """Length of the run, workers, evaluation, saving, device; what is given again as it was."""
+    run = small_run(script, tmp_path, "--gamma", "0.5")
+    more = "--num-iterations 3 --num-workers 1 --eval-every 1 --eval-episodes 1 --save-every 1"
+    more += " --device cpu --gamma 0.5 --num-envs 4"
     capsys.readouterr()
-    with pytest.raises(SystemExit) as exit_info:
-        script.parse_args(["--resume", str(run_dir), *option.split()])
-    assert exit_info.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert option.split()[0] in line
+    resumed = resume(script, run.run_dir, *more.split())
+    assert capsys.readouterr().err == ""
+    assert len(resumed.pool.workers) == 1 and "eval_return" in resumed.history[-1]
+    assert iterations(resumed) == [1, 2, 3]
+    config = json.loads((run.run_dir / "config.json").read_text())["options"]
+    assert config["num_iterations"] == 3 and config["eval_every"] == 1
+
+
+OTHERS = "--seed 5,--log-dir elsewhere,--run-name other,--num-envs 2,--learning-rate 0.5"
+OTHERS = [*OTHERS.split(","), "--norm-adv batch", "--gamma 0.5 --num-iterations 3"]
+
+
+@SCRIPTS
+def test_options_that_resume_refuses(script, tmp_path, capsys):
+    """All others, by name: folders that are not the run's, what would have no or half an effect."""
+    run_dir = small_run(script, tmp_path, iterations=1).run_dir
+    others = [*OTHERS, *(["--init-log-std 1", "--value-learning-rate 1"] if script is ppo else [])]
+    for option in others:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_info:
+            script.parse_args(["--resume", str(run_dir), *option.split()])
+        assert exit_info.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        name = option.split()[0].replace("--no-", "--")
+        assert line.startswith(f"{script.__name__}.py: error: argument {name}: ")
+    assert not Path("elsewhere").exists()
 
 
 @SCRIPTS
 def test_games_whose_state_does_not_fit(script, tmp_path, capsys, monkeypatch):
-    """As after an upgrade of a package: new episodes, and a line says why."""
+    """As after an upgrade of a package: new episodes of other seeds, and a line says why."""
     run_dir = small_run(script, tmp_path).run_dir
 
     def set_state(game, state):
@@ -228,34 +275,28 @@ def test_games_whose_state_does_not_fit(script, tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     resumed = resume(script, run_dir, "--num-iterations", "3")
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 + 4  # options changed; four games, or actors
-    assert all("starts a new episode: there is another wrapper" in line for line in lines[1:])
-    assert [row["iteration"] for row in resumed.history] == [3]
-
-
-def test_options_that_a_resumed_run_cannot_honour(tmp_path, capsys):
-    """Parameters that are learned, and rates that adapt themselves."""
-    env = ["--env", "Pendulum-v1"]
-    run_dir = small_run(ppo, tmp_path, *env, "--adaptive-lr", "0.01", iterations=1).run_dir
-    for option in ("--init-log-std", "--learning-rate", "--value-learning-rate"):
-        capsys.readouterr()
-        with pytest.raises(SystemExit):
-            ppo.parse_args(["--resume", str(run_dir), option, "0.5"])
-        (line,) = capsys.readouterr().err.splitlines()
-        assert option in line
+    assert len(lines) == 4  # games, or actors
+    assert all(
+        "starts a new episode: ValueError: there is another wrapper" in line for line in lines
+    )
+    assert iterations(resumed) == [1, 2, 3]
+    assert resumed.counters["starts"] == 1
 
 
 @SCRIPTS
 def test_run_that_died_while_saving(script, tmp_path, capsys):
-    """Games saved for a checkpoint that never came are not used, and are removed."""
+    """Half a file, or rows of iterations that no checkpoint has, are not used, and are removed."""
     run_dir = small_run(script, tmp_path).run_dir
-    shutil.copy(run_dir / "games-2.pkl", run_dir / "games-7.pkl")
-    (run_dir / "checkpoint.partial").write_bytes(b"half")
+    for name in ("checkpoint.partial", "config.partial"):
+        (run_dir / name).write_bytes(b"half")
+    with (run_dir / "progress.csv").open("a") as file:
+        file.write("3,1\r\n4")
     capsys.readouterr()
     resumed = resume(script, run_dir, "--num-iterations", "3")
-    assert "new episodes" not in capsys.readouterr().err
-    assert [row["iteration"] for row in resumed.history] == [3]
-    assert [path.name for path in run_dir.glob("games-*")] == ["games-3.pkl"]
+    assert capsys.readouterr().err == ""
+    assert iterations(resumed) == [1, 2, 3]
+    assert [row["iteration"] for row in log(run_dir)[0]][-3:] == ["1", "2", "3"]
+    assert not list(run_dir.glob("*.partial"))
 
 
 class Counter(gym.Env):
@@ -274,19 +315,45 @@ class Counter(gym.Env):
         self.count = 100 + state
 
 
+def state_of(env):
+    """Return the state that a game with this env would save."""
+    return ppo.Game.get_state(SimpleNamespace(seed=7, env=env))
+
+
 def test_env_says_its_state():
     """get_state and set_state of an env are used where it has both, within its wrappers."""
     envs = [gym.wrappers.TimeLimit(Counter(says=True), 10) for _ in range(2)]
     envs[0].unwrapped.count, envs[0]._elapsed_steps = 5, 3
-    ppo.set_env_state(envs[1], ppo.env_state(envs[0]))
+    game = SimpleNamespace(seed=0, env=envs[1])
+    ppo.Game.set_state(game, state_of(envs[0]))
     assert envs[1].unwrapped.count == 105 and envs[1]._elapsed_steps == 3
+    assert game.seed == 7
 
 
 def test_env_without_a_way_to_tell_its_state():
     """What cannot be pickled, or another env that would lose its state, is not saved."""
     env = Counter(says=True)
     env.get_state = lambda player: 1 / 0  # another meaning, or a failure
-    assert ppo.env_state(env) is None
-    assert ppo.env_state(Counter(other=lambda: 0)) is None
-    assert ppo.env_state(Counter(other=gym.make("HalfCheetah-v5"))) is None
-    assert ppo.env_state(Counter(other=[1, 2])) is not None
+    assert state_of(env) is None
+    assert state_of(Counter(other=lambda: 0)) is None
+    assert state_of(Counter(other=gym.make("HalfCheetah-v5"))) is None
+    assert state_of(Counter(other=[1, 2])) is not None
+
+
+def test_sticky_action_of_a_restored_game(tmp_path):
+    """The first frame after a restart may repeat the last action of before, as it would have."""
+    options = ["--env", "Breakout", "--sticky-actions", "0.8", "--num-envs", "1"]
+    args = parse(ppo_atari, tmp_path, *options)
+    layout = ppo_atari.array_layout(1, 0, 4)
+    arrays = [{name: np.zeros(*array) for name, array in layout.items()} for _ in range(2)]
+    games = [ppo_atari.Game(args, 0, seed, a) for seed, a in enumerate(arrays)]
+    games[0].start()
+    for i, action in enumerate(np.random.default_rng(0).choice([2, 3], 60)):  # right or left
+        if i % 4 == 0:
+            for name, array in arrays[0].items():
+                arrays[1][name][:] = array
+            games[1].start([games[0].get_state()])
+        for game in games:
+            game.arrays["actions"][0] = action
+            game.step()
+        np.testing.assert_array_equal(*(a["obs"] for a in arrays), f"step {i}")

@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import cv2
 import gymnasium as gym
 import numpy as np
 import onnxruntime
@@ -32,15 +33,15 @@ CASES = {
     "masks": (ppo, "--env envs_spaces:Masked-table-info-v0"),
     "GRU": (ppo, "--env CartPole-v1 --rnn gru --rnn-size 8"),
     "LSTM": (ppo, "--env HalfCheetah-v5 --rnn lstm --rnn-size 8 --norm-obs"),
-    "Breakout": (ppo_atari, "--env Breakout --precision fp32"),
-    "Breakout, bf16": (ppo_atari, "--env Breakout --precision bf16"),
+    "Breakout": (ppo_atari, "--env Breakout --precision bf16"),
     "ResSim": (ppo_multilevel, "--norm-obs"),
 }
 
 
 @pytest.fixture(autouse=True)
-def remove_runs(tmp_path):
-    """Remove the runs' folders: Atari's checkpoints have 20 MB."""
+def remove_runs(tmp_path, monkeypatch):
+    """Remove the runs' folders: Atari's checkpoints have 20 MB. Do not play whole Atari games."""
+    monkeypatch.setattr(ppo_atari, "EVAL_STEPS", 5)
     yield
     shutil.rmtree(tmp_path)
 
@@ -68,11 +69,9 @@ def test_onnx_policy_acts_like_the_model(case, tmp_path, monkeypatch, capsys):
     inputs = [value.name for value in session.get_inputs()]
     model = script.make_model(args)
     model.load_state_dict(script.load_checkpoint(run_dir)["model"])
-    with script.closing(script.make_eval_pool(args)) as pool:
-        pool.call("reset")
-        multilevel = script is ppo_multilevel
-        arrays = script.members(pool)[0] if multilevel else pool.arrays
-        game = pool.games.games[0][0] if multilevel else pool.games.games[0]
+    with script.closing(script.make_eval_pool(args, model)) as pool:
+        pool.call("start")
+        arrays, game = pool.arrays, pool.games.games[0]
         seen, rng = set(), np.random.default_rng(0)
         if script is ppo_atari:
             model.bf16 = False  # the file computes in float32
@@ -82,7 +81,7 @@ def test_onnx_policy_acts_like_the_model(case, tmp_path, monkeypatch, capsys):
                 arrays["obs"][:] = pictures * (rng.random(pictures.shape) < rng.random())
             feed = {name: arrays[name] for name in inputs}
             if "state" in inputs:  # zeros at an episode's start, else what came out last
-                feed["state"] = arrays["next_state"] * ~arrays["starts"][:, None]
+                feed["state"] = arrays["next_state"] * ~arrays["ended"][:, None]
             actions, *state = session.run(None, feed)
             with torch.no_grad():
                 model.act(arrays)
@@ -93,21 +92,35 @@ def test_onnx_policy_acts_like_the_model(case, tmp_path, monkeypatch, capsys):
                 seen.add(str(expected))
             if state:
                 np.testing.assert_allclose(state[0], arrays["next_state"], rtol=1e-4, atol=1e-5)
-            pool.call("step", steps=1)
+            pool.call("step")
     assert len(seen) > 1
 
 
 def test_onnx_without_the_package(tmp_path, monkeypatch, capsys):
-    """The line says what to install."""
+    """One line names the option and the package; the evaluation itself is there."""
+    run_dir = train(ppo, tmp_path)
     monkeypatch.setitem(sys.modules, "onnx", None)
-    with pytest.raises(SystemExit) as exit_info:
-        ppo.parse_args(["--eval", str(tmp_path), "--export-onnx"])
-    assert exit_info.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "--export-onnx" in line and "pip install onnx" in line
+    monkeypatch.setattr(sys, "argv", ["ppo.py", "--eval", str(run_dir), "--export-onnx"])
+    assert ppo.main() == 1
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert "±" in out and "--export-onnx" in line and "onnx" in line.replace("--export-onnx", "")
 
 
-@pytest.mark.parametrize("script", OWN, ids=lambda script: script.__name__)
+def test_onnx_of_an_env_without_pictures(tmp_path, monkeypatch, capsys):
+    """The policy is written all the same; then one line says that there is no film."""
+    run_dir = train(ppo, tmp_path, "--env", "envs:Quick-v0")  # no render_mode
+    words = ["ppo.py", "--eval", str(run_dir), "--video", "--export-onnx"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert ppo.main() == 1
+    out, err = capsys.readouterr()
+    assert "±" in out and f"policy: {run_dir / 'policy.onnx'}" in out
+    assert err.count("\n") == 1 and "--video" in err
+    assert onnxruntime.InferenceSession(run_dir / "policy.onnx").get_inputs()[0].name == "obs"
+    assert not (run_dir / "video.mp4").exists()
+
+
+@pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=lambda script: script.__name__)
 def test_sampled_evaluation(script, tmp_path, capsys):
     """--sample plays the policy, not its mode: the same in each evaluation, other than the mode."""
     run_dir = train(script, tmp_path)
@@ -116,7 +129,21 @@ def test_sampled_evaluation(script, tmp_path, capsys):
     mode, *sampled = [script.evaluate_run(script.parse_args([*argv, *kind])) for kind in kinds]
     assert sampled[0].tolist() == sampled[1].tolist() != mode.tolist()
     out = capsys.readouterr().out
-    assert out.count(f"{sampled[0].mean():.4f} ± {sampled[0].std():.4f} over 3 episodes") >= 2
+    assert out.count(f"{sampled[0].mean():.4f} ± {sampled[0].std():.4f} over 3 episodes") == 2
+
+
+def test_video_of_a_simulation(tmp_path, capsys):
+    """ppo_multilevel.py films an episode on --eval-level: the start and what each step led to."""
+    run_dir = train(ppo_multilevel, tmp_path)
+    args = ppo_multilevel.parse_args(["--eval", str(run_dir), "--video"])
+    ppo_multilevel.evaluate_run(args)
+    assert f"video: {run_dir / 'video.mp4'}" in capsys.readouterr().out
+    video, pictures = cv2.VideoCapture(str(run_dir / "video.mp4")), []
+    while (picture := video.read()[1]) is not None:
+        pictures.append(picture.astype(float))
+    assert len(pictures) == 5 + 1 and pictures[0].shape == (256, 256, 3)
+    blue = [picture[..., 0].mean() for picture in pictures]  # more water, step after step
+    assert blue == sorted(blue) and blue[-1] > blue[0] + 5
 
 
 @pytest.mark.parametrize("option", ["--sample", "--video", "--export-onnx"])
