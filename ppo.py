@@ -19,13 +19,15 @@ Each iteration runs the policy π_old for T steps in N games, then takes K epoch
     loss = E[−L^CLIP + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]                  PPO, Eq. (9)
            + β E[KL(π_old(·|s_t), π_θ(·|s_t))], with --kl-coef                       PPO, Eq. (8)
 
-r_t is the reward, r_t(θ) the probability ratio. Shapes: T steps (--num-steps), N games
+V(s) predicts the discounted sum of rewards from observation s on, Â_t how much more a_t brought;
+r_t is the reward, r_t(θ) the probability ratio. All that is stored at index t belongs to the action
+at t: `terminated[t]` says that it ended the task, no reward follows; `truncated[t]` that a time
+limit cut the episode short there; done_t is either. Shapes: T steps (--num-steps), N games
 (--num-envs), B minibatches of M rows, D observation entries, A action entries, n logits; H memory
-entries of a recurrent policy, S entries of its whole state. All that is stored at index t belongs
-to the action at t: `terminated[t]` and `truncated[t]` say how it ended the episode, if it did.
+entries of a recurrent policy, S entries of its whole state.
 
-The algorithm comes first: `train` and what it calls, down to the network. What follows from the
-section "speed" on is machinery: games, processes, files.
+The algorithm comes first: `train` and what it calls, down to the network. From the section "speed"
+on all is machinery; what serves several processes (own, gathered, averaged) does nothing in one.
 """
 
 import argparse
@@ -169,18 +171,21 @@ def train(args):
 def set_learning_rates(optimizer, args, iteration):
     """Set the learning rates of an iteration; --adaptive-lr goes on from where it is."""
     factor = 1 - iteration / args.num_iterations if args.anneal_lr else 1
-    rates = args.learning_rate, args.value_learning_rate or args.learning_rate
+    rates = args.learning_rate, args.value_learning_rate or args.learning_rate  # policy, V
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if not args.adaptive_lr or iteration == 0:
             group["lr"] = rate * factor
 
 
 # ------------------------------------------------------------------------------------ rollout
+STEP_RESULTS = ("next_obs", "rewards", "terminated", "truncated")
+
+
 @torch.no_grad()
 def rollout(model, pool, args, generator):
     """Take T steps in all N games with the current policy. Returns the buffer, tensors (T, N, ...):
     obs, actions, logprobs, values, next_values, rewards, terminated, truncated; and the (return,
-    length) of the episodes that ended."""
+    length) of the episodes that ended. Games and policy meet in `pool.arrays`, {name: (N, ...)}."""
     arrays, T, episodes, act = pool.arrays, args.num_steps, [], fast_act(model)
     stored = {name: arrays[name] for name in (*model.stored, *STEP_RESULTS)}
     buffer = {name: np.empty((T, *array.shape), array.dtype) for name, array in stored.items()}
@@ -194,15 +199,16 @@ def rollout(model, pool, args, generator):
             buffer[name][t] = arrays[name]
         ends = (arrays[name][arrays["ended"]] for name in ("episode_return", "episode_length"))
         episodes += zip(*(column.tolist() for column in ends), strict=True)
-    for name in ("final_obs", "rewards", "obs"):
+    for name in ("next_obs", "rewards", "obs"):
         for t, n, *_ in np.argwhere(~np.isfinite(buffer[name])):
             raise GameError(f"NaN or infinity in {name} of game {n}, step {t} of the rollout")
     buffer = {name: torch.from_numpy(a).to(model.device) for name, a in buffer.items()}
+    # One pass over all steps: no weight has changed since, so this is log π_old and V_old.
     pi, values = model(**{name: buffer[name] for name in model.inputs})
-    # V of where a step led, not of the next episode's first state: T·N sequences of a single step.
-    final = {"obs": "final_obs"} | ({"state": "next_state"} if model.memory is not None else {})
-    final = {name: buffer[column].flatten(0, 1)[None] for name, column in final.items()}
-    values = torch.stack([values, model(**final)[1].view(values.shape)])
+    # V(s_{t+1}), never of the next episode's first state; as sequences of one step, (1, T·N, ...).
+    after = {"obs": "next_obs"} | ({"state": "next_state"} if model.memory is not None else {})
+    after = {name: buffer[column].flatten(0, 1)[None] for name, column in after.items()}
+    values = torch.stack([values, model(**after)[1].view(values.shape)])
     if model.value_norm is not None:
         values = model.value_norm.mean + model.value_norm.std * values
     buffer |= {"values": values[0], "next_values": values[1]}
@@ -225,10 +231,10 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
         assert tensor.shape == rewards.shape
     # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
     deltas = rewards + gamma * next_values * ~terminated - values
-    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
-    decay = gamma * gae_lambda * ~(terminated | truncated)
-    advantages, advantage = torch.empty_like(rewards), torch.zeros_like(rewards[0])
+    decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
+    advantages, advantage = torch.empty_like(rewards), torch.zeros_like(rewards[0])  # Â_T = 0
     for t in reversed(range(len(rewards))):
+        # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
         advantages[t] = advantage = torch.addcmul(deltas[t], decay[t], advantage)
     return advantages
 
@@ -249,6 +255,7 @@ def make_batch(buffer, inputs, args):
     names = ("rewards", "values", "next_values", "terminated", "truncated")
     advantages = gae(*(buffer[name] for name in names), args.gamma, args.gae_lambda)
     batch = {name: buffer[name] for name in (*inputs, "actions", "logprobs", "values")}
+    # PPO, Eq. (11): R_t = Â_t + V(s_t), the value function's target
     batch |= {"advantages": advantages, "returns": advantages + buffer["values"]}
     return batch if "state" in inputs else {name: c.flatten(0, 1) for name, c in batch.items()}
 
@@ -262,8 +269,8 @@ def explained_variance(batch):
 # ------------------------------------------------------------------------------------ losses
 def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row. `batch` holds obs (M, ...) and the model's other inputs,
-    actions (M, ...), logprobs, values, advantages, returns (M,). Returns pg_loss, v_loss, entropy
-    and logratio = log r_t(θ), each (M,); (T, M) instead of (M,) with a recurrent policy."""
+    actions (M, ...), logprobs and values of π_old, advantages, returns (M,). Returns pg_loss,
+    v_loss, entropy, logratio = log r_t(θ), (M,); or (T, M) with a recurrent policy of `ppo.py`."""
     pi, values = model(**{name: batch[name] for name in model.inputs})
     logratio = model.head.log_prob(pi, batch["actions"]) - batch["logprobs"]
     advantages, returns = batch["advantages"], batch["returns"]
@@ -274,7 +281,7 @@ def losses(model, batch, clip_coef, clip_vloss):
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
     # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
     v_loss = 0.5 * (values - returns).square()
-    if clip_vloss:
+    if clip_vloss:  # or ½ (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², if more: not in the paper
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, 0.5 * (batch["values"] + change - returns).square())
     return pg_loss, v_loss, model.head.entropy(pi), logratio
@@ -312,7 +319,7 @@ def update(model, optimizer, batch, args, generator):
                 loss += args.kl_coef * approx_kl
             row = torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach()
             seen.append(averaged(row))
-            stop = args.target_kl is not None and row[3] > args.target_kl
+            stop = args.target_kl is not None and row[3] > args.target_kl  # approx_kl
             if stop:
                 break
             take_step(optimizer, loss, args.max_grad_norm)
@@ -334,7 +341,7 @@ def take_step(optimizer, loss, max_grad_norm):
     """Take an optimizer step down the clipped gradient of the loss."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for gradient in (p.grad for p in parameters if p.grad is not None):
-        gradient.zero_()  # not None: it is a view, see `make_optimizer`
+        gradient.zero_()  # zero_grad would drop it, but it is a view, see `make_optimizer`
     loss.backward()
     for parameter in parameters:
         averaged(parameter.grad)
@@ -391,7 +398,7 @@ class Model(nn.Module):
         self.memory = Memory(obs_dim, args) if args.rnn else None
 
     def forward(self, obs, starts=None, state=None, action_mask=None):
-        """Observations (M, D) → the policy's parameters pi (M, ·) for the head, values (M,).
+        """Observations (..., D) → pi (..., ·), what the head makes of them, and values (...).
         Allowed actions are flags (M, n). With --norm-value the values are normalised ones."""
         x = self.obs_norm(obs)
         if self.memory is not None:
@@ -432,7 +439,7 @@ def hidden_layers(width, args):
 
 
 def layer_init(layer, gain=2**0.5):
-    """Initialise a linear layer: orthogonal weight scaled by `gain`, zero bias."""
+    """Initialise a linear or convolutional layer: orthogonal weight times `gain`, zero bias."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -468,8 +475,8 @@ class Categorical(nn.Module):
 
     def log_prob(self, logp, action):
         """log π(a|s), the sum over the choices, (M,)."""
-        rows = action.reshape(*logp.shape[:-1], -1) + self.offsets
-        return logp.gather(-1, rows).sum(dim=-1)
+        columns = action.reshape(*logp.shape[:-1], -1) + self.offsets
+        return logp.gather(-1, columns).sum(dim=-1)
 
     def entropy(self, logp):
         """H = −Σ π log π, (M,)."""
@@ -695,7 +702,7 @@ def flat(mask):
 
 class Game:
     """One env that starts its next episode by itself: row n of the arrays that all games share. A
-    step leads from the action there to `final_obs`; `obs` is what to act on next, an episode's
+    step leads from the action there to `next_obs`; `obs` is what to act on next, an episode's
     first if the step `ended` one. Return and length are those of the episode so far."""
 
     def __init__(self, args, n, seed, arrays, **options):
@@ -722,7 +729,7 @@ class Game:
         a, n, flags = self.arrays, self.n, (True, False)
         if terminated not in flags or truncated not in flags or getattr(reward, "shape", ()):
             raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
-        self.show("final_obs", obs, info)
+        self.show("next_obs", obs, info)
         going = not a["ended"][n]  # after the step before
         a["episode_return"][n] = a["episode_return"][n] * going + reward
         a["episode_length"][n] = a["episode_length"][n] * going + 1
@@ -789,9 +796,6 @@ class Games:
         return answers
 
 
-STEP_RESULTS = ("final_obs", "rewards", "terminated", "truncated")  # what a rollout stores
-
-
 def game_seeds(args, starts):
     """Return the seeds of this rank's games, (N,): others each time that games start anew."""
     seeds = np.random.SeedSequence([args.seed, starts]).generate_state(args.num_envs)
@@ -802,7 +806,7 @@ def make_pool(args, model, seeds, num_workers, **options):
     """Return the pool of one game per seed, with arrays for what the model sees and does."""
     D, A, S = (model.obs_dim,), model.head.shape, (model.memory.size,) if model.memory else ()
     actions = "float32" if isinstance(model.head, Gaussian) else "int64"
-    layout = {"obs": (D, "float32"), "final_obs": (D, "float32"), "rewards": ((), "float32")}
+    layout = {"obs": (D, "float32"), "next_obs": (D, "float32"), "rewards": ((), "float32")}
     layout |= {name: ((), "bool") for name in ("terminated", "truncated", "ended", "starts")}
     layout |= {"episode_return": ((), "float64"), "episode_length": ((), "int64")}
     layout |= {"actions": (A, actions), "state": (S, "float32"), "next_state": (S, "float32")}
@@ -1007,7 +1011,7 @@ class Run(AbstractContextManager):
             raise KeyboardInterrupt
 
     def goes_on(self):
-        """Return whether there is another iteration, whose time begins now."""
+        """Return whether there is another iteration, which begins now; at first start the games."""
         if self.started is None:
             self.pool.call("start", self.states)
         if self.iteration == 0 and self.args.eval_every and not self.history:
@@ -1045,9 +1049,8 @@ class Run(AbstractContextManager):
         finally:
             self.writer.writerow(row)
         tags = {f"charts/{name}": row.get(name) for name in CHARTS} | (tags or {})
-        tags |= {f"losses/{name}": row.get(name) for name in LOSSES} | {
-            "charts/SPS": row.get("sps")
-        }
+        tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
+        tags["charts/SPS"] = row.get("sps")
         for tag, value in tags.items():
             if value is not None and math.isfinite(value):
                 self.events.add_scalar(tag, value, row["global_step"])
@@ -1055,7 +1058,8 @@ class Run(AbstractContextManager):
         for name in ("sps", "episodic_return", "eval_return", "eval_cut"):
             line += f"  {name} {row[name]:,.6g}" if name in row else ""
         left = round(row["wall_seconds"] / max(done, 1) * (total - done))
-        args.quiet or print(f"{line}  ETA {datetime.timedelta(seconds=left)}", flush=True)
+        line += f"  ETA {datetime.timedelta(seconds=left)}" if done else ""
+        args.quiet or print(line, flush=True)
 
     def open_files(self):
         """Write config.json, open progress.csv and TensorBoard's file."""
@@ -1064,9 +1068,11 @@ class Run(AbstractContextManager):
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = {name: value for name, value in vars(self.args).items() if name not in NOT_KEPT}
         versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
-        git = f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD"
-        done = subprocess.run(git, shell=True, capture_output=True, text=True)  # no git: no output
-        versions |= {"python": sys.version, "git_commit": done.stdout.strip() or None}
+        versions |= {"python": sys.version.split()[0], "git_commit": None}
+        git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+        with suppress(OSError):  # there is no git
+            done = subprocess.run(git, capture_output=True, text=True)
+            versions["git_commit"] = done.stdout.strip() or None
         config = {"options": options, "command": sys.argv, "versions": versions}
         write_file(self.run_dir / "config.json", json.dumps(config, indent=2).encode())
         file = (self.run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line
@@ -1360,19 +1366,23 @@ def one_line(error):
 
 
 def main():
-    """Run the command line. Returns the exit code."""
+    """Run the command line. Returns the exit code: 1 for failures, 2 for wrong options or files."""
     sys.path.append(os.getcwd())  # where a module of --env may lie
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors to the Run
-    errors = GameError, FloatingPointError, OSError, MemoryError, ImportError
-    errors += (RuntimeError,) if num_ranks() > 1 else ()  # of torch, if another rank is gone
+    known = GameError, FloatingPointError, OSError, MemoryError
+    known += (RuntimeError,) if num_ranks() > 1 else ()  # of torch, if another rank is gone
+    args = None
     try:
         args = parse_args()
         result = evaluate_run(args) if args.eval else train(args)
-    except errors as error:
-        print(f"{Path(__file__).name}: error: {error or 'out of memory'}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except Exception as error:
+        if args and not isinstance(error, known):
+            raise
+        line = error if isinstance(error, GameError) else one_line(error)
+        print(f"{Path(__file__).name}: error: {line}", file=sys.stderr)
+        return 1 if args else 2
     return 128 + result.signal if not args.eval and result.signal else 0
 
 

@@ -228,7 +228,7 @@ def make_noise(model, num_steps, num_envs, generator):
 
 
 def ended_episodes(arrays):
-    """Return (return, length) of the episodes that the last step ended."""
+    """Return (return, length) wherever an episode `ended`, of arrays (N,) or (T, N)."""
     columns = (arrays[name][arrays["ended"]] for name in ("episode_return", "episode_length"))
     return [*zip(*(column.tolist() for column in columns), strict=True)]
 
@@ -237,16 +237,17 @@ def finish(model, buffer):
     """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs. They come
     from passes over all steps here, with the update's own arithmetic: its first ratios are 1,
     whatever the workers' rounding."""
-    final_obs = torch.from_numpy(buffer["final_obs"])
+    next_obs = torch.from_numpy(buffer["next_obs"])
     names = ("obs", "actions", "rewards", "terminated", "truncated")
     buffer = {name: torch.from_numpy(buffer[name]).to(model.device) for name in names}
     # In pieces: on a CPU that is faster than 1,000 pictures at once.
     pieces = [model(obs) for obs in buffer["obs"].split(32)]
     pi, values = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    # V(s_{t+1}) is the next row's, but for a time limit's end and the end of the rollout.
-    next_values, own = values.roll(-1, 0), buffer["truncated"].clone()
-    own[-1] = True
-    next_values[own] = model(final_obs[own.cpu()].to(model.device))[1]
+    # V(s_{t+1}) is the next row's, but for a time limit's end and the end of the rollout; where the
+    # step `terminated`, gae ignores it.
+    next_values, apart = values.roll(-1, 0), buffer["truncated"].clone()
+    apart[-1] = True
+    next_values[apart] = model(next_obs[apart.cpu()].to(model.device))[1]
     logprobs = model.head.log_prob(pi, buffer["actions"])
     return buffer | {"values": values, "next_values": next_values, "logprobs": logprobs}
 
@@ -259,10 +260,10 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
         assert tensor.shape == rewards.shape
     # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
     deltas = rewards + gamma * next_values * ~terminated - values
-    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
-    decay = gamma * gae_lambda * ~(terminated | truncated)
-    advantages, advantage = torch.empty_like(rewards), torch.zeros_like(rewards[0])
+    decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
+    advantages, advantage = torch.empty_like(rewards), torch.zeros_like(rewards[0])  # Â_T = 0
     for t in reversed(range(len(rewards))):
+        # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
         advantages[t] = advantage = torch.addcmul(deltas[t], decay[t], advantage)
     return advantages
 
@@ -286,8 +287,8 @@ def explained_variance(batch):
 # ------------------------------------------------------------------------------------ losses
 def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row. `batch` holds obs (M, ...) and the model's other inputs,
-    actions (M, ...), logprobs, values, advantages, returns (M,). Returns pg_loss, v_loss, entropy
-    and logratio = log r_t(θ), each (M,); (T, M) instead of (M,) with a recurrent policy."""
+    actions (M, ...), logprobs and values of π_old, advantages, returns (M,). Returns pg_loss,
+    v_loss, entropy, logratio = log r_t(θ), (M,); or (T, M) with a recurrent policy of `ppo.py`."""
     pi, values = model(**{name: batch[name] for name in model.inputs})
     logratio = model.head.log_prob(pi, batch["actions"]) - batch["logprobs"]
     advantages, returns = batch["advantages"], batch["returns"]
@@ -298,7 +299,7 @@ def losses(model, batch, clip_coef, clip_vloss):
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
     # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
     v_loss = 0.5 * (values - returns).square()
-    if clip_vloss:
+    if clip_vloss:  # or ½ (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², if more: not in the paper
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, 0.5 * (batch["values"] + change - returns).square())
     return pg_loss, v_loss, model.head.entropy(pi), logratio
@@ -346,7 +347,7 @@ def take_step(optimizer, loss, max_grad_norm):
     """Take an optimizer step down the clipped gradient of the loss."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for gradient in (p.grad for p in parameters if p.grad is not None):
-        gradient.zero_()  # not None: it is a view, see `make_optimizer`
+        gradient.zero_()  # zero_grad would drop it, but it is a view, see `make_optimizer`
     loss.backward()
     for parameter in parameters:
         averaged(parameter.grad)
@@ -452,7 +453,7 @@ class Model(nn.Module):
 
 # ------------------------------------------------------------------------ heads and normalisers
 def layer_init(layer, gain=2**0.5):
-    """Initialise a linear layer: orthogonal weight scaled by `gain`, zero bias."""
+    """Initialise a linear or convolutional layer: orthogonal weight times `gain`, zero bias."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -488,8 +489,8 @@ class Categorical(nn.Module):
 
     def log_prob(self, logp, action):
         """log π(a|s), the sum over the choices, (M,)."""
-        rows = action.reshape(*logp.shape[:-1], -1) + self.offsets
-        return logp.gather(-1, rows).sum(dim=-1)
+        columns = action.reshape(*logp.shape[:-1], -1) + self.offsets
+        return logp.gather(-1, columns).sum(dim=-1)
 
     def entropy(self, logp):
         """H = −Σ π log π, (M,)."""
@@ -600,8 +601,8 @@ class Game:
             self.obs[:] = self.picture()[..., None]
 
     def new_game(self, seed):
-        """Start a new game; return and length of the one before stay in `ended`."""
-        self.ended, self.score, self.length = (self.score, self.length), 0.0, 0
+        """Start a new game; return and length of the one before stay in `last_game`."""
+        self.last_game, self.score, self.length = (self.score, self.length), 0.0, 0
         self.env.reset(seed=seed)
         noops = self.env.unwrapped.np_random.integers(self.noop_max) + 1 if self.noop_max else 0
         for _ in range(noops):
@@ -636,21 +637,21 @@ class Game:
         return cv2.resize(self.screens[0], (84, 84), interpolation=cv2.INTER_AREA)
 
     def step(self):
-        """Take one step, start the next episode if this one ended: then `final_obs` is its last
+        """Take one step, start the next episode if this one ended: then `next_obs` is its last
         observation, and `obs` the next one's first."""
         arrays, n = self.arrays, self.n
         score, terminated, truncated = self.press(int(arrays["actions"][n]))
-        self.length, self.ended = self.length + 1, None
+        self.length, self.last_game = self.length + 1, None
         # The four pictures are the four bytes of a number: a shift is much faster than np.roll.
         pictures = self.obs.view("<u4")[..., 0]
         pictures >>= 8
         pictures |= self.picture().astype("<u4") << 24
-        arrays["final_obs"][n], arrays["rewards"][n] = self.obs, np.sign(score)
+        arrays["next_obs"][n], arrays["rewards"][n] = self.obs, np.sign(score)
         arrays["terminated"][n], arrays["truncated"][n] = terminated, truncated and not terminated
         if terminated or truncated:
             self.reset()
-        game = self.ended or (self.score, self.length)
-        arrays["ended"][n] = self.ended is not None
+        game = self.last_game or (self.score, self.length)
+        arrays["ended"][n] = self.last_game is not None
         arrays["episode_return"][n], arrays["episode_length"][n] = game
 
     def get_state(self):
@@ -702,14 +703,14 @@ class Games:
         return answers
 
 
-STEP_RESULTS = "final_obs rewards terminated truncated ended episode_return episode_length".split()
+STEP_RESULTS = "next_obs rewards terminated truncated ended episode_return episode_length".split()
 
 
 def array_layout(num_envs, num_steps, num_actions):
     """Return {name: (shape, dtype)} of the arrays that main process and workers share. Those of the
     games' last step are (N, ...), those of the rollout's buffer, *name, (T, N, ...)."""
     frames, flag, number = ((84, 84, 4), np.uint8), ((), np.bool_), ((), np.int64)
-    arrays = {"obs": frames, "final_obs": frames, "actions": number, "rewards": ((), np.float32)}
+    arrays = {"obs": frames, "next_obs": frames, "actions": number, "rewards": ((), np.float32)}
     arrays |= {"terminated": flag, "truncated": flag, "ended": flag}
     arrays |= {"episode_return": ((), np.float64), "episode_length": number}
     layout = {name: ((num_envs, *shape), dtype) for name, (shape, dtype) in arrays.items()}
@@ -935,7 +936,7 @@ class Run(AbstractContextManager):
             raise KeyboardInterrupt
 
     def goes_on(self):
-        """Return whether there is another iteration, whose time begins now."""
+        """Return whether there is another iteration, which begins now; at first start the games."""
         if self.started is None:
             self.pool.call("start", self.states)
         if self.iteration == 0 and self.args.eval_every and not self.history:
@@ -973,9 +974,8 @@ class Run(AbstractContextManager):
         finally:
             self.writer.writerow(row)
         tags = {f"charts/{name}": row.get(name) for name in CHARTS} | (tags or {})
-        tags |= {f"losses/{name}": row.get(name) for name in LOSSES} | {
-            "charts/SPS": row.get("sps")
-        }
+        tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
+        tags["charts/SPS"] = row.get("sps")
         for tag, value in tags.items():
             if value is not None and math.isfinite(value):
                 self.events.add_scalar(tag, value, row["global_step"])
@@ -983,7 +983,8 @@ class Run(AbstractContextManager):
         for name in ("sps", "episodic_return", "eval_return", "eval_cut"):
             line += f"  {name} {row[name]:,.6g}" if name in row else ""
         left = round(row["wall_seconds"] / max(done, 1) * (total - done))
-        args.quiet or print(f"{line}  ETA {datetime.timedelta(seconds=left)}", flush=True)
+        line += f"  ETA {datetime.timedelta(seconds=left)}" if done else ""
+        args.quiet or print(line, flush=True)
 
     def open_files(self):
         """Write config.json, open progress.csv and TensorBoard's file."""
@@ -992,9 +993,11 @@ class Run(AbstractContextManager):
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = {name: value for name, value in vars(self.args).items() if name not in NOT_KEPT}
         versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
-        git = f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD"
-        done = subprocess.run(git, shell=True, capture_output=True, text=True)  # no git: no output
-        versions |= {"python": sys.version, "git_commit": done.stdout.strip() or None}
+        versions |= {"python": sys.version.split()[0], "git_commit": None}
+        git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+        with suppress(OSError):  # there is no git
+            done = subprocess.run(git, capture_output=True, text=True)
+            versions["git_commit"] = done.stdout.strip() or None
         config = {"options": options, "command": sys.argv, "versions": versions}
         write_file(self.run_dir / "config.json", json.dumps(config, indent=2).encode())
         file = (self.run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line
@@ -1284,19 +1287,23 @@ def one_line(error):
 
 
 def main():
-    """Run the command line. Returns the exit code."""
+    """Run the command line. Returns the exit code: 1 for failures, 2 for wrong options or files."""
     sys.path.append(os.getcwd())  # where a module of --env may lie
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors to the Run
-    errors = GameError, FloatingPointError, OSError, MemoryError, ImportError
-    errors += (RuntimeError,) if num_ranks() > 1 else ()  # of torch, if another rank is gone
+    known = GameError, FloatingPointError, OSError, MemoryError
+    known += (RuntimeError,) if num_ranks() > 1 else ()  # of torch, if another rank is gone
+    args = None
     try:
         args = parse_args()
         result = evaluate_run(args) if args.eval else train(args)
-    except errors as error:
-        print(f"{Path(__file__).name}: error: {error or 'out of memory'}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except Exception as error:
+        if args and not isinstance(error, known):
+            raise
+        line = error if isinstance(error, GameError) else one_line(error)
+        print(f"{Path(__file__).name}: error: {line}", file=sys.stderr)
+        return 1 if args else 2
     return 128 + result.signal if not args.eval and result.signal else 0
 
 

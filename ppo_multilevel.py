@@ -23,7 +23,8 @@ algorithms; "PPO" is arXiv 1707.06347 and "GAE" is arXiv 1506.02438, see `ppo.py
 
 The loss is a signed, weighted sum: a row of a level's own simulation weighs +1/M^l, a row of its
 coarse partner −1/M^l. So a minibatch is one forward pass over all rows, and with one level the
-script is `ppo.py`, bit for bit.
+script is `ppo.py`, bit for bit. The default, --correction bounded, clips partners' policy terms
+with their sign and leaves out their value terms, see `update`.
 
 Departures from print: Algorithm 3 prints L_a without its minus sign and the entropy term as
 −C_e L_now; Algorithm 4's text prints N T^l ≤ M^l for ≥; Algorithm 5 prints map_from after the fine
@@ -209,7 +210,7 @@ def train(args):
             sampled = time.perf_counter()
             row |= update(model, optimizer, batch, args, generator)
             if args.norm_obs:  # after the update: within it, π_old is the policy that sampled
-                model.obs_norm.update(torch.cat([b["obs"] for b in batches[::2]]))
+                model.obs_norm.update(torch.cat([b["obs"] for b in batches[::2]]))  # own rows
             tags = level_tags(args.levels, episodes, batches)
             counts = {"global_step": len(batch["obs"])} | costs(run, before)
             row |= time_split(run, counts["sim_seconds"], sampled)
@@ -225,13 +226,16 @@ def set_learning_rates(optimizer, args, iteration):
 
 
 # ------------------------------------------------------------------------------------ rollout
+STEP_RESULTS = ("next_obs", "rewards", "terminated", "truncated")
+
+
 def rollouts(model, pool, args, generator):
     """Roll out all levels. Returns the batches of all members, in the order own¹, sync², own²,
     sync³, own³, ..., and for each level the (return, length) of its own episodes that ended."""
     batches, episodes = [], []
     for level in range(len(args.levels)):
         buffers, ended = rollout(model, pool, level, args, generator)
-        batches += [make_batch(buffer, model.inputs, args) for buffer in buffers[::-1]]
+        batches += [make_batch(b, model.inputs, args) for b in buffers[::-1]]  # sync before own
         episodes.append(ended)
     return batches, episodes
 
@@ -243,6 +247,7 @@ def rollout(model, pool, level, args, generator):
     logprobs, values, next_values, rewards, terminated, truncated; and the (return, length) of the
     level's own episodes that ended."""
     T, by_step, act = args.num_steps[level], level > 0 and args.coupling == "step", fast_act(model)
+    # Member 2l is level index l's own, 2l − 1 its coarse partner.
     pair = [members(pool.arrays)[m] for m in ([2 * level, 2 * level - 1] if level else [0])]
     names, episodes = (*model.stored, *STEP_RESULTS), []
     buffers = [{name: np.empty((T, *a[name].shape), a[name].dtype) for name in names} for a in pair]
@@ -250,17 +255,17 @@ def rollout(model, pool, level, args, generator):
     if by_step:
         pool.call("synchronize", level)
     for t in range(T):
-        for m, arrays in enumerate(pair):
-            if m and by_step:  # a partner takes the fine member's action
+        for which, arrays in enumerate(pair):
+            if which and by_step:  # a partner takes the fine member's action
                 arrays["actions"][:] = pair[0]["actions"]
             else:
                 act(arrays, noise[t])
             for name in model.stored:  # what the policy saw and did
-                buffers[m][name][t] = arrays[name]
+                buffers[which][name][t] = arrays[name]
         pool.call("step", level, by_step)
-        for m, arrays in enumerate(pair):
+        for which, arrays in enumerate(pair):
             for name in STEP_RESULTS:  # what came of it
-                buffers[m][name][t] = arrays[name]
+                buffers[which][name][t] = arrays[name]
         episodes += ended_episodes(pair[0])
     levels = args.levels[level], args.levels[max(level - 1, 0)]
     buffers = [gathered(finish(model, *which)) for which in zip(buffers, levels)]
@@ -275,7 +280,7 @@ def make_noise(model, num_steps, num_envs, generator):
 
 
 def ended_episodes(arrays):
-    """Return (return, length) of the episodes that the last step ended."""
+    """Return (return, length) wherever an episode `ended`, of arrays (N,) or (T, N)."""
     columns = (arrays[name][arrays["ended"]] for name in ("episode_return", "episode_length"))
     return [*zip(*(column.tolist() for column in columns), strict=True)]
 
@@ -283,13 +288,13 @@ def ended_episodes(arrays):
 def finish(model, buffer, level):
     """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs. They come
     from passes over all steps here, so that the rollout runs the policy only."""
-    for name in ("final_obs", "rewards", "obs"):
+    for name in ("next_obs", "rewards", "obs"):
         for t, n, *_ in np.argwhere(~np.isfinite(buffer[name])):
             where = f"level {level}, actor {n}, step {t} of the rollout"
             raise GameError(f"NaN or infinity in {name} of {where}")
     buffer = {name: torch.from_numpy(a).to(model.device) for name, a in buffer.items()}
     pi, values = model(**{name: buffer[name] for name in model.inputs})
-    values = torch.stack([values, model(buffer["final_obs"])[1]])  # V(s_t), V(s_{t+1})
+    values = torch.stack([values, model(buffer["next_obs"])[1]])  # V(s_t), V(s_{t+1})
     if model.value_norm is not None:
         values = model.value_norm.mean + model.value_norm.std * values
     buffer["values"], buffer["next_values"] = values
@@ -305,10 +310,10 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
         assert tensor.shape == rewards.shape
     # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
     deltas = rewards + gamma * next_values * ~terminated - values
-    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
-    decay = gamma * gae_lambda * ~(terminated | truncated)
-    advantages, advantage = torch.empty_like(rewards), torch.zeros_like(rewards[0])
+    decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
+    advantages, advantage = torch.empty_like(rewards), torch.zeros_like(rewards[0])  # Â_T = 0
     for t in reversed(range(len(rewards))):
+        # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
         advantages[t] = advantage = torch.addcmul(deltas[t], decay[t], advantage)
     return advantages
 
@@ -332,8 +337,8 @@ def explained_variance(batch):
 # ------------------------------------------------------------------------------------ losses
 def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row. `batch` holds obs (M, ...) and the model's other inputs,
-    actions (M, ...), logprobs, values, advantages, returns (M,). Returns pg_loss, v_loss, entropy
-    and logratio = log r_t(θ), each (M,); (T, M) instead of (M,) with a recurrent policy."""
+    actions (M, ...), logprobs and values of π_old, advantages, returns (M,). Returns pg_loss,
+    v_loss, entropy, logratio = log r_t(θ), (M,); or (T, M) with a recurrent policy of `ppo.py`."""
     pi, values = model(**{name: batch[name] for name in model.inputs})
     logratio = model.head.log_prob(pi, batch["actions"]) - batch["logprobs"]
     advantages, returns = batch["advantages"], batch["returns"]
@@ -344,7 +349,7 @@ def losses(model, batch, clip_coef, clip_vloss):
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
     # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
     v_loss = 0.5 * (values - returns).square()
-    if clip_vloss:
+    if clip_vloss:  # or ½ (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², if more: not in the paper
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, 0.5 * (batch["values"] + change - returns).square())
     return pg_loss, v_loss, model.head.entropy(pi), logratio
@@ -393,7 +398,7 @@ def update(model, optimizer, batch, args, generator):
     # the same gradient at π_old; and the value function fits the rows of positive weight.
     bounded = args.correction == "bounded"
     term_weights = (1, weights.clamp(min=0), weights) if bounded else (weights, weights, weights)
-    coarsest = args.num_envs * args.num_steps[0]  # rows of the coarsest level
+    coarsest = args.num_envs * args.num_steps[0]  # number of the coarsest level's rows
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"], coarsest)}
     coarsest //= args.num_minibatches  # M^1
@@ -404,14 +409,15 @@ def update(model, optimizer, batch, args, generator):
             if args.norm_adv == "minibatch":
                 mb["advantages"] = normalised(mb["advantages"], coarsest)
             mb = own_rows(mb)
-            if bounded:
+            if bounded:  # so that min(·) sees the signed advantage; its own weight is 1 then
                 mb["advantages"] = weights * mb["advantages"]
             *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
+            # ML, Algorithm 4: loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}]
             terms = [(w * term).mean() for w, term in zip(term_weights, terms)]
             pg_loss, v_loss, entropy = terms
-            # ML, Algorithm 4: loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}]
             loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
-            approx_kl, clipfrac = policy_change(logratio[weights > 0].detach(), args.clip_coef)
+            own = logratio[weights > 0].detach()
+            approx_kl, clipfrac = policy_change(own, args.clip_coef)
             row = torch.stack([*terms, approx_kl, clipfrac]).detach()
             seen.append(averaged(row))
             if args.target_kl is not None and row[3] > args.target_kl:
@@ -431,7 +437,7 @@ def take_step(optimizer, loss, max_grad_norm):
     """Take an optimizer step down the clipped gradient of the loss."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for gradient in (p.grad for p in parameters if p.grad is not None):
-        gradient.zero_()  # not None: it is a view, see `make_optimizer`
+        gradient.zero_()  # zero_grad would drop it, but it is a view, see `make_optimizer`
     loss.backward()
     for parameter in parameters:
         averaged(parameter.grad)
@@ -513,7 +519,7 @@ def hidden_layers(width, args):
 
 
 def layer_init(layer, gain=2**0.5):
-    """Initialise a linear layer: orthogonal weight scaled by `gain`, zero bias."""
+    """Initialise a linear or convolutional layer: orthogonal weight times `gain`, zero bias."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -549,8 +555,8 @@ class Categorical(nn.Module):
 
     def log_prob(self, logp, action):
         """log π(a|s), the sum over the choices, (M,)."""
-        rows = action.reshape(*logp.shape[:-1], -1) + self.offsets
-        return logp.gather(-1, rows).sum(dim=-1)
+        columns = action.reshape(*logp.shape[:-1], -1) + self.offsets
+        return logp.gather(-1, columns).sum(dim=-1)
 
     def entropy(self, logp):
         """H = −Σ π log π, (M,)."""
@@ -743,7 +749,7 @@ def to_env(action, space):
 
 class Game:
     """One simulation on one level that starts its next episode by itself: row n of the arrays of a
-    member, where it writes what comes of a step. `final_obs` is where the step led, `obs` what to
+    member, where it writes what comes of a step. `next_obs` is where the step led, `obs` what to
     act on next, an episode's first if the step `ended` one. Return and length are those of the
     episode so far."""
 
@@ -763,7 +769,7 @@ class Game:
         if terminated not in flags or truncated not in flags or getattr(reward, "shape", ()):
             results = f"reward {reward!r}, terminated {terminated!r}, truncated {truncated!r}"
             raise ValueError(f"{results}: a number and two flags are due")
-        self.show("final_obs", obs)
+        self.show("next_obs", obs)
         going = not a["ended"][n]  # after the step before
         a["episode_return"][n] = a["episode_return"][n] * going + reward
         a["episode_length"][n] = a["episode_length"][n] * going + 1
@@ -964,13 +970,10 @@ def costs(run, before):
     return dict(zip(("sim_seconds", "sim_cost"), np.sum(spent, axis=0).tolist()))
 
 
-STEP_RESULTS = ("final_obs", "rewards", "terminated", "truncated")  # what a rollout stores
-
-
 def array_layout(num_envs, model):
     """Return {name: (shape, dtype)} of the arrays (N, ...) that games and policy share."""
     D, A, box = (model.obs_dim,), model.head.shape, isinstance(model.head, Gaussian)
-    layout = {"obs": (D, np.float32), "final_obs": (D, np.float32), "rewards": ((), np.float32)}
+    layout = {"obs": (D, np.float32), "next_obs": (D, np.float32), "rewards": ((), np.float32)}
     layout |= {"actions": (A, np.float32 if box else np.int64), "ended": ((), np.bool_)}
     layout |= {"terminated": ((), np.bool_), "truncated": ((), np.bool_)}
     layout |= {"episode_return": ((), np.float64), "episode_length": ((), np.int64)}
@@ -1200,7 +1203,7 @@ class Run(AbstractContextManager):
             raise KeyboardInterrupt
 
     def goes_on(self):
-        """Return whether there is another iteration, whose time begins now."""
+        """Return whether there is another iteration, which begins now; at first start the games."""
         if self.started is None:
             self.pool.call("start", self.states)
         if self.iteration == 0 and self.args.eval_every and not self.history:
@@ -1238,9 +1241,8 @@ class Run(AbstractContextManager):
         finally:
             self.writer.writerow(row)
         tags = {f"charts/{name}": row.get(name) for name in CHARTS} | (tags or {})
-        tags |= {f"losses/{name}": row.get(name) for name in LOSSES} | {
-            "charts/SPS": row.get("sps")
-        }
+        tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
+        tags["charts/SPS"] = row.get("sps")
         for tag, value in tags.items():
             if value is not None and math.isfinite(value):
                 self.events.add_scalar(tag, value, row["global_step"])
@@ -1248,7 +1250,8 @@ class Run(AbstractContextManager):
         for name in ("sps", "episodic_return", "eval_return", "eval_cut"):
             line += f"  {name} {row[name]:,.6g}" if name in row else ""
         left = round(row["wall_seconds"] / max(done, 1) * (total - done))
-        args.quiet or print(f"{line}  ETA {datetime.timedelta(seconds=left)}", flush=True)
+        line += f"  ETA {datetime.timedelta(seconds=left)}" if done else ""
+        args.quiet or print(line, flush=True)
 
     def open_files(self):
         """Write config.json, open progress.csv and TensorBoard's file."""
@@ -1257,9 +1260,11 @@ class Run(AbstractContextManager):
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = {name: value for name, value in vars(self.args).items() if name not in NOT_KEPT}
         versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
-        git = f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD"
-        done = subprocess.run(git, shell=True, capture_output=True, text=True)  # no git: no output
-        versions |= {"python": sys.version, "git_commit": done.stdout.strip() or None}
+        versions |= {"python": sys.version.split()[0], "git_commit": None}
+        git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+        with suppress(OSError):  # there is no git
+            done = subprocess.run(git, capture_output=True, text=True)
+            versions["git_commit"] = done.stdout.strip() or None
         config = {"options": options, "command": sys.argv, "versions": versions}
         write_file(self.run_dir / "config.json", json.dumps(config, indent=2).encode())
         file = (self.run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line
@@ -2016,19 +2021,23 @@ def one_line(error):
 
 
 def main():
-    """Run the command line. Returns the exit code."""
+    """Run the command line. Returns the exit code: 1 for failures, 2 for wrong options or files."""
     sys.path.append(os.getcwd())  # where a module of --env may lie
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors to the Run
-    errors = GameError, FloatingPointError, OSError, MemoryError, ImportError
-    errors += (RuntimeError,) if num_ranks() > 1 else ()  # of torch, if another rank is gone
+    known = GameError, FloatingPointError, OSError, MemoryError
+    known += (RuntimeError,) if num_ranks() > 1 else ()  # of torch, if another rank is gone
+    args = None
     try:
         args = parse_args()
         result = evaluate_run(args) if args.eval else train(args)
-    except errors as error:
-        print(f"{Path(__file__).name}: error: {error or 'out of memory'}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except Exception as error:
+        if args and not isinstance(error, known):
+            raise
+        line = error if isinstance(error, GameError) else one_line(error)
+        print(f"{Path(__file__).name}: error: {line}", file=sys.stderr)
+        return 1 if args else 2
     return 128 + result.signal if not args.eval and result.signal else 0
 
 

@@ -174,7 +174,7 @@ def test_game_is_gymnasiums(monkeypatch, game, options, truncation):
     for action in np.random.default_rng(0).integers(own.env.action_space.n, size=2_000):
         step = own.step(action)
         expected, peer_reward, *peer_ends, _ = peer.step(action)
-        assert same(step.final_obs, expected)
+        assert same(step.next_obs, expected)
         assert step.rewards == np.sign(peer_reward)
         assert [step.terminated, step.truncated] == peer_ends
         if any(peer_ends):
@@ -194,19 +194,19 @@ def test_game_is_gymnasiums(monkeypatch, game, options, truncation):
 
 
 def test_time_limit(monkeypatch):
-    """98 frames are 24 steps and a half: the 25th truncates, its final_obs repeats a picture."""
+    """98 frames are 24 steps and a half: the 25th truncates, its next_obs repeats a picture."""
     limit_frames(monkeypatch, 98)
     game = new_game(noop_max=0, fire=False)
     for t in range(1, 51):
         before = game.obs.copy()
         step = game.step(2 + t % 2)
         assert not step.terminated and step.truncated == step.ended == (t % 25 == 0)
-        np.testing.assert_array_equal(step.final_obs[..., :3], before[..., 1:])
-        assert np.array_equal(step.final_obs[..., 3], before[..., 3]) == step.truncated
+        np.testing.assert_array_equal(step.next_obs[..., :3], before[..., 1:])
+        assert np.array_equal(step.next_obs[..., 3], before[..., 3]) == step.truncated
         if step.truncated:
             assert (step.episode_return, step.episode_length) == (0.0, 25)
             assert game.ale.getEpisodeFrameNumber() == 0
-            assert (step.obs == step.obs[..., :1]).all() and (step.obs != step.final_obs).any()
+            assert (step.obs == step.obs[..., :1]).all() and (step.obs != step.next_obs).any()
 
 
 def test_life_lost_at_the_time_limit(monkeypatch):
@@ -494,7 +494,7 @@ def rollout(model, pool):
 def replay(model, num_steps=T, **options):
     """Return what a rollout should be: games stepped one by one, with the noise of seed 2.
 
-    A namespace: buffer {name: (T, N, ...)} with final_obs, the pictures to go on with, and the
+    A namespace: buffer {name: (T, N, ...)} with next_obs, the pictures to go on with, and the
     (return, length) of the games that ended.
     """
     games = [new_game(seed=seed, **options) for seed in range(N)]
@@ -559,7 +559,7 @@ def test_rollout_with_a_policy_elsewhere(played):
         buffer["noise"][:] = noise.view(T, N, -1)
         step = functools.partial(pool.call, "step")
         ppo_atari.play_steps(model, pool.arrays, step, buffer)
-        for name in (*BUFFER, "final_obs"):
+        for name in (*BUFFER, "next_obs"):
             np.testing.assert_array_equal(buffer[name], expected.buffer[name].numpy())
         assert ppo_atari.ended_episodes(buffer) == expected.episodes
 
@@ -576,14 +576,14 @@ def test_rollouts_go_on(played):
 
 
 def test_next_values(monkeypatch):
-    """V of the next row; of final_obs at a truncation; of where to go on at the rollout's end."""
+    """V of the next row; of next_obs at a truncation; of where to go on at the rollout's end."""
     limit_frames(monkeypatch, 60)  # FIRE and 14 steps
     model = make_model()
     expected = replay(model, 30, noop_max=0)
     with contextlib.closing(make_pool(model, 0, 30, noop_max=0)) as pool:
         buffer, episodes = rollout(model, pool)
     with torch.no_grad():
-        values, finals = (model(expected.buffer[name])[1] for name in ("obs", "final_obs"))
+        values, finals = (model(expected.buffer[name])[1] for name in ("obs", "next_obs"))
         following = torch.cat([values[1:], model(torch.from_numpy(expected.obs))[1][None]])
     truncated = buffer["truncated"]
     assert torch.equal(truncated, expected.buffer["truncated"])

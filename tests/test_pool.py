@@ -238,9 +238,10 @@ def test_game_that_gives_nan(script, tmp_path, capsys, monkeypatch, bad_env, whe
     monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *options])
     assert script.main() == 1
     (line,) = capsys.readouterr().err.splitlines()
-    found = {"nan_reward": ("rewards", 4), "nan_obs": ("final_obs", 4), "nan_reset": ("obs", 0)}
+    found = {"nan_reward": ("rewards", 4), "nan_obs": ("next_obs", 4), "nan_reset": ("obs", 0)}
     name, t = found[where]
-    assert line.endswith(f": error: NaN or infinity in {name} of game 0, step {t} of the rollout")
+    who = "level 2, actor 0" if script is ppo_multilevel else "game 0"
+    assert line.endswith(f": error: NaN or infinity in {name} of {who}, step {t} of the rollout")
     (run_dir,) = tmp_path.iterdir()
     state = script.load_checkpoint(run_dir)
     assert state["counters"]["iteration"] == 0 and state["games"] is None
@@ -251,7 +252,9 @@ def test_partner_that_gives_nan_after_map_from(tmp_path):
     """A NaN of psi() after map_from is found, before an update has seen it."""
     options = ["--env", "envs:make_nan_psi", "--levels", "2", "3", "--num-steps", "16", "4"]
     args = parse(ppo_multilevel, tmp_path, *options, *"--num-iterations 1 --num-workers 0".split())
-    with pytest.raises(ppo_multilevel.GameError, match="^NaN or infinity in obs of game 0, step 0"):
+    with pytest.raises(
+        ppo_multilevel.GameError, match="^NaN or infinity in obs of level 2, actor 0, step 0"
+    ):
         ppo_multilevel.train(args)
 
 

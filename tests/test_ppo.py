@@ -231,7 +231,7 @@ def test_advantages_do_not_see_what_follows_termination():
     batch = ppo.make_batch(buffer, model.inputs, args)
     advantages = batch["advantages"].view(8, 2)[:, 0]
     assert advantages[4] == 13 - 102 and advantages[6] == 22 - 201
-    assert float(advantages[1]) == pytest.approx(2 + 0.9 * 2 - 1)  # truncated: V of final_obs
+    assert float(advantages[1]) == pytest.approx(2 + 0.9 * 2 - 1)  # truncated: V of next_obs
 
 
 def test_box_actions_are_clipped_for_the_env_only():
@@ -455,9 +455,9 @@ def test_resume(run, tmp_path):
     assert args.hidden == [16, 16] and args.num_steps == 32
     second = ppo.train(args)
     assert second.run_dir == first.run_dir
-    assert [row["iteration"] for row in second.history] == [3, 4]
-    assert [row["global_step"] for row in second.history] == [384, 512]
-    rates = [row["learning_rate"] for row in second.history]
+    assert [row["iteration"] for row in second.history] == [1, 2, 3, 4]
+    assert [row["global_step"] for row in second.history] == [128, 256, 384, 512]
+    rates = [row["learning_rate"] for row in second.history[2:]]
     assert rates == pytest.approx([0.5e-3, 0.25e-3])
     assert [int(row["iteration"]) for row in progress(first.run_dir)] == [1, 2, 3, 4]
     state = torch.load(first.run_dir / "checkpoint.pt", weights_only=True)

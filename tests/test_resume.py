@@ -32,9 +32,9 @@ CASES = {
     "CartPole, LSTM": (ppo, "--env CartPole-v1 --rnn lstm --rnn-size 8 --num-workers 2"),
     "HalfCheetah": (ppo, "--env HalfCheetah-v5 --num-envs 2"),
     "Breakout": (ppo_atari, "--env Breakout --num-envs 2 --num-workers 0 --eval-every 4"),
-    "Breakout, sticky": (
+    "Breakout, workers": (
         ppo_atari,
-        "--env Breakout --num-envs 2 --num-workers 2 --sticky-actions 0.25",
+        "--env Breakout --num-envs 2 --num-workers 2 --full-action-space",
     ),
     "ResSim, step": (ppo_multilevel, "--env ResSim-v1 --eval-every 2"),
     "ResSim, noise": (ppo_multilevel, "--env ResSim-v1 --coupling noise --num-workers 2"),
@@ -265,7 +265,7 @@ def test_options_that_resume_refuses(script, tmp_path, capsys):
 
 @SCRIPTS
 def test_games_whose_state_does_not_fit(script, tmp_path, capsys, monkeypatch):
-    """As after an upgrade of a package: new episodes of other seeds, and a line says why."""
+    """As after an upgrade of a package: new episodes, and a line says why."""
     run_dir = small_run(script, tmp_path).run_dir
 
     def set_state(game, state):
@@ -280,7 +280,6 @@ def test_games_whose_state_does_not_fit(script, tmp_path, capsys, monkeypatch):
         "starts a new episode: ValueError: there is another wrapper" in line for line in lines
     )
     assert iterations(resumed) == [1, 2, 3]
-    assert resumed.counters["starts"] == 1
 
 
 @SCRIPTS
@@ -338,22 +337,3 @@ def test_env_without_a_way_to_tell_its_state():
     assert state_of(Counter(other=lambda: 0)) is None
     assert state_of(Counter(other=gym.make("HalfCheetah-v5"))) is None
     assert state_of(Counter(other=[1, 2])) is not None
-
-
-def test_sticky_action_of_a_restored_game(tmp_path):
-    """The first frame after a restart may repeat the last action of before, as it would have."""
-    options = ["--env", "Breakout", "--sticky-actions", "0.8", "--num-envs", "1"]
-    args = parse(ppo_atari, tmp_path, *options)
-    layout = ppo_atari.array_layout(1, 0, 4)
-    arrays = [{name: np.zeros(*array) for name, array in layout.items()} for _ in range(2)]
-    games = [ppo_atari.Game(args, 0, seed, a) for seed, a in enumerate(arrays)]
-    games[0].start()
-    for i, action in enumerate(np.random.default_rng(0).choice([2, 3], 60)):  # right or left
-        if i % 4 == 0:
-            for name, array in arrays[0].items():
-                arrays[1][name][:] = array
-            games[1].start([games[0].get_state()])
-        for game in games:
-            game.arrays["actions"][0] = action
-            game.step()
-        np.testing.assert_array_equal(*(a["obs"] for a in arrays), f"step {i}")

@@ -277,7 +277,7 @@ def test_observations_are_flattened(tmp_path, obs):
         pool.call("step")
         for i, env in enumerate(games):
             ended = bool(arrays["terminated"][i])
-            assert_flat(arrays["final_obs"][i], env.raw[-2 if ended else -1])
+            assert_flat(arrays["next_obs"][i], env.raw[-2 if ended else -1])
             ends += ended
         assert (arrays["ended"] == arrays["terminated"]).all()
     assert ends == 4
@@ -469,7 +469,7 @@ def test_mask_without_any_allowed_action(tmp_path, num_workers):
     with pytest.raises(ppo.GameError) as error:
         ppo.train(args)
     game = r"envs_spaces:Masked-multi-empty-v0 \(seed \d+\) failed in step"
-    error.match(rf"^{game}: action mask .* no action is allowed\n")
+    error.match(rf"^{game}: ValueError: action mask .* no action is allowed\n")
 
 
 def test_mask_that_ends(tmp_path):

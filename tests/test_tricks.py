@@ -315,7 +315,7 @@ def test_norm_value(monkeypatch, tmp_path, rnn):
             values = model(**inputs(model, buffer))[1]
             close(buffer["values"], mean + std * values)
             if not rnn:
-                close(buffer["next_values"], mean + std * model(buffer["final_obs"])[1])
+                close(buffer["next_values"], mean + std * model(buffer["next_obs"])[1])
         going_on = ~(buffer["terminated"] | buffer["truncated"])[:-1]
         close(buffer["next_values"][:-1][going_on], buffer["values"][1:][going_on])
         assert torch.equal(made.args[0]["values"], buffer["values"])
@@ -732,7 +732,7 @@ def test_actor_critic_gradient(monkeypatch, tmp_path, variant):
     options = "--gae-lambda 0 --vf-coef 0.7 --ent-coef 0.05".split() + VARIANTS[variant].split()
     buffer, model, changes = sgd_step(monkeypatch, tmp_path, *options)
     logp, values, entropy = textbook(model, buffer["obs"], buffer["actions"])
-    next_values = textbook(model, buffer["final_obs"], buffer["actions"])[1]
+    next_values = textbook(model, buffer["next_obs"], buffer["actions"])[1]
     target = buffer["rewards"] + 0.9 * next_values * (1 - buffer["terminated"].float())
     target = target.detach()
     policy_loss = -(logp * (target - values.detach())).mean()
@@ -777,7 +777,7 @@ def test_n_step_actor_critic_gradient(monkeypatch, tmp_path, variant):
     options = "--num-steps 5 --gae-lambda 1 --vf-coef 0.7 --ent-coef 0.05".split()
     buffer, model, changes = sgd_step(monkeypatch, tmp_path, *options, *VARIANTS[variant].split())
     logp, values, entropy = textbook(model, buffer["obs"], buffer["actions"])
-    next_values = textbook(model, buffer["final_obs"], buffer["actions"])[1].detach()
+    next_values = textbook(model, buffer["next_obs"], buffer["actions"])[1].detach()
     assert (buffer["terminated"] | buffer["truncated"]).any()
     targets = n_step_targets(buffer, next_values, 5)
     policy_loss = -(logp * (targets - values.detach())).mean()
@@ -808,7 +808,7 @@ def stepwise(model, buffers):
             state = cell(rows["obs"][t, n].unsqueeze(0), state)
             h = (state[0] if lstm else state)[0]
             logp, value, entropy = textbook(model, h, rows["actions"][t, n])
-            following = cell(rows["final_obs"][t, n].unsqueeze(0), state)
+            following = cell(rows["next_obs"][t, n].unsqueeze(0), state)
             following = (following[0] if lstm else following)[0]
             next_value = textbook(model, following, rows["actions"][t, n])[1]
             results.append(torch.stack([logp, value, next_value, entropy]))
@@ -840,7 +840,9 @@ def test_memory_over_rollouts(monkeypatch, tmp_path, rnn, options):
     assert first["state"].shape == (T, N, 16 if rnn == "lstm" else 8)
     ended = first["terminated"] | first["truncated"]
     following = torch.cat([first["state"][1:], second["state"][:1]])
-    assert torch.equal(following, first["next_state"] * ~ended[..., None])
+    assert torch.equal(
+        following, first["next_state"]
+    )  # the memory masks it where an episode starts
     starts = torch.cat([first["starts"], second["starts"][:1]])
     assert torch.equal(starts[1:], ended) and starts[0].all() and not starts[-1].all()
     assert (second["state"][0][~ended[-1]] != 0).all()
@@ -949,7 +951,7 @@ def test_recurrent_run_needs_games_for_all_minibatches(capsys, tmp_path):
     with pytest.raises(SystemExit) as error:
         parse(tmp_path, "--rnn", "gru", "--num-minibatches", "8")
     assert error.value.code == 2
-    pattern = r"ppo.py: error: argument --num-minibatches: 8 does not divide .*\n"
+    pattern = r"ppo.py: error: argument --num-minibatches: .* are not 8 equal minibatches .*\n"
     assert re.fullmatch(pattern, capsys.readouterr().err)
     parse(tmp_path, "--num-minibatches", "8")
 
@@ -960,7 +962,7 @@ def test_recurrent_resume(recurrent_run, tmp_path):
     same = ppo.train(ppo.parse_args(["--resume", str(run_dir), "--quiet"]))
     assert_same_parameters(recurrent_run, same)
     run = ppo.train(ppo.parse_args(f"--resume {run_dir} --num-iterations 4 --quiet".split()))
-    assert [row["iteration"] for row in run.history] == [4]
+    assert [row["iteration"] for row in run.history] == [1, 2, 3, 4]
     with (run_dir / "progress.csv").open() as file:
         assert [row["iteration"] for row in csv.DictReader(file)] == ["1", "2", "3", "4"]
     assert json.loads((run_dir / "config.json").read_text())["options"]["rnn"] == "lstm"

@@ -9,6 +9,7 @@ over the whole training (games, policy, update, logging; neither start nor compi
 iterations do not count), and the median, lowest and highest ratio of a pair of runs.
 """
 
+import json
 import sys
 import tempfile
 import time
@@ -47,8 +48,9 @@ def ours(options, _):
         ppo_atari.Run.log = timed_log
         run = ppo_atari.train(args)
         seconds = time.perf_counter() - started[0]
+        versions = json.loads((run.run_dir / "config.json").read_text())["versions"]
     precision = "bf16" if run.model.bf16 else "fp32"
-    return ITERATIONS * 1024 / seconds, ppo_atari.versions() | {"precision": precision}
+    return ITERATIONS * 1024 / seconds, versions | {"precision": precision}
 
 
 def sb3(_, vec_env):

@@ -8,6 +8,7 @@ has the median of both in steps per second over the whole training (env, policy,
 neither start nor imports), and the median, lowest and highest ratio of a pair of runs.
 """
 
+import json
 import sys
 import tempfile
 import time
@@ -45,7 +46,9 @@ def ours(env, num_envs, num_steps, num_minibatches, update_epochs, total_timeste
         args = ppo.parse_args([*options.split(), "--log-dir", folder])
         started = time.perf_counter()
         run = ppo.train(args)
-    return run.history[-1]["global_step"] / (time.perf_counter() - started), ppo.versions()
+        seconds = time.perf_counter() - started
+        versions = json.loads((run.run_dir / "config.json").read_text())["versions"]
+    return run.history[-1]["global_step"] / seconds, versions
 
 
 def sb3(env, num_envs, num_steps, num_minibatches, update_epochs, total_timesteps, *_):
