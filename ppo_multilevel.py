@@ -95,9 +95,8 @@ def make_parser():
     """Return the parser of the command line."""
     style = argparse.ArgumentDefaultsHelpFormatter  # no usage: an error is one line
     options = {"usage": argparse.SUPPRESS, "formatter_class": style, "allow_abbrev": False}
-    parser = argparse.ArgumentParser(
-        Path(__file__).name, description=__doc__.partition("\n")[0], **options
-    )
+    options["description"] = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser(Path(__file__).name, **options)
     add_common_options(parser)
     add_network_options(parser)
     option = functools.partial(add_option, parser.add_argument_group("ppo_multilevel.py"))
@@ -163,9 +162,8 @@ def add_common_options(parser):
     option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
     option("--num-minibatches", count, 4, "B, minibatches per epoch; divides the number of rows")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
-    option(
-        "--norm-adv", str, "minibatch", "normalise Â in a", choices=("minibatch", "batch", "off")
-    )
+    sets = ("minibatch", "batch", "off")
+    option("--norm-adv", str, "minibatch", "set in which Â is normalised", choices=sets)
     option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
     option("--clip-vloss", bool, True, "clip the change of the value by ε too")
     option("--ent-coef", coefficient, 0.01, "c_e, weight of the entropy bonus; 0 to 0.01 usual")

@@ -218,7 +218,13 @@ def readme_commands():
         *(importlib.import_module(name).__doc__ for name in SCRIPTS),
     ]
     commands = re.findall(r"python (ppo\w*)\.py(.*?)(?:[#;].*)?$", "\n".join(texts), re.MULTILINE)
-    return sorted({(name, options.strip()) for name, options in commands if "<" not in options})
+    return sorted(
+        {
+            (name, options.strip())
+            for name, options in commands
+            if "<" not in options and "runs/mine" not in options
+        }
+    )
 
 
 def torchrun_commands():
