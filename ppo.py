@@ -326,8 +326,7 @@ def update(model, optimizer, batch, args, generator):
             adapt_learning_rate(optimizer, kl, args.adaptive_lr)
         if stop:
             break
-    names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")
-    return dict(zip(names, torch.stack(seen).mean(dim=0).tolist(), strict=True))
+    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
 
 
 def normalised(advantages):
@@ -338,8 +337,7 @@ def normalised(advantages):
 def take_step(optimizer, loss, max_grad_norm):
     """Take an optimizer step down the clipped gradient of the loss."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for gradient in (p.grad for p in parameters if p.grad is not None):
-        gradient.zero_()  # zero_grad would drop it, but it is a view, see `make_optimizer`
+    optimizer.zero_grad(set_to_none=False)  # gradients are views, see `make_optimizer`
     loss.backward()
     for parameter in parameters:
         averaged(parameter.grad)
@@ -613,8 +611,8 @@ def fast_act(model):
     """Return `model.act`; of a plain policy (one choice or a diagonal Gaussian, tanh, CPU) the same
     in NumPy: on a step's few rows torch is mostly overhead (tests/benchmarks/speed_ppo.py)."""
     layers, norm, head = [*model.actor, *model.head.children()], model.obs_norm, model.head
-    discrete = isinstance(head, Categorical)
-    plain = len(head.options) == 1 if discrete else head.lower is None
+    discrete = type(head) is Categorical
+    plain = len(head.options) == 1 if discrete else type(head) is Gaussian and head.lower is None
     plain &= model.inputs == ("obs",) and model.device.type == "cpu"
     if not plain or not all(isinstance(layer, (nn.Linear, nn.Tanh)) for layer in layers):
         return model.act
@@ -803,7 +801,7 @@ def game_seeds(args, starts):
 def make_pool(args, model, seeds, num_workers, **options):
     """Return the pool of one game per seed, with arrays for what the model sees and does."""
     D, A, S = (model.obs_dim,), model.head.shape, (model.memory.size,) if model.memory else ()
-    actions = "float32" if isinstance(model.head, Gaussian) else "int64"
+    actions = "int64" if num_options(model.action_space) else "float32"
     layout = {"obs": (D, "float32"), "next_obs": (D, "float32"), "rewards": ((), "float32")}
     layout |= {name: ((), "bool") for name in ("terminated", "truncated", "ended", "starts")}
     layout |= {"episode_return": ((), "float64"), "episode_length": ((), "int64")}
@@ -930,15 +928,20 @@ def own_rows(minibatch, axis=0):
 
 def gathered(buffer):
     """Return a buffer, tensors (T, N, ...), with the games of all ranks side by side."""
-    parts = gathered_objects(buffer) if num_ranks() > 1 else []
-    return {name: torch.cat([p[name] for p in parts], 1) for name in buffer if parts} or buffer
+    if num_ranks() == 1:
+        return buffer
+    parts = gathered_objects({name: column.cpu() for name, column in buffer.items()})
+    return {n: torch.cat([p[n] for p in parts], 1).to(buffer[n].device) for n in buffer}
 
 
 def gathered_objects(value):
     """Return the list of the ranks' values."""
     values = [value] * num_ranks()
     if num_ranks() > 1:
-        dist.all_gather_object(values, value)
+        try:
+            dist.all_gather_object(values, value)
+        except RuntimeError as error:
+            raise GameError(f"rank {rank()} has lost another one: {one_line(error)}") from None
     return values
 
 
@@ -953,7 +956,7 @@ def averaged(tensor):
 # ------------------------------------------------------------------------------------ run folder
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
 CHARTS = "episodic_return episodic_length eval_return learning_rate".split()
-LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()
+LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
 COLUMNS = [*COUNTERS, "sps", *CHARTS, *LOSSES]  # of progress.csv
 
 
@@ -992,8 +995,8 @@ class Run(AbstractContextManager):
     def __exit__(self, kind, *_):
         with self.stack:
             try:
-                if kind in (None, GameError):  # the last iteration is complete
-                    self.save(with_games=kind is None)
+                if kind is GameError or kind is None and self.saved != self.iteration:
+                    self.save(with_games=kind is None)  # the last iteration is complete
             except GameError:  # a worker has died meanwhile
                 self.save(with_games=False)
                 raise
@@ -1046,9 +1049,9 @@ class Run(AbstractContextManager):
                 row |= {} if self.signal else {"eval_return": float(returns.mean())}
         finally:
             self.writer.writerow(row)
-        tags = {f"charts/{name}": row.get(name) for name in CHARTS} | (tags or {})
+        tags = {"charts/SPS": row.get("sps")} | (tags or {})
+        tags |= {f"charts/{name}": row.get(name) for name in CHARTS}
         tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
-        tags["charts/SPS"] = row.get("sps")
         for tag, value in tags.items():
             if value is not None and math.isfinite(value):
                 self.events.add_scalar(tag, value, row["global_step"])
@@ -1092,7 +1095,8 @@ class Run(AbstractContextManager):
             self.events.flush()  # a checkpoint must not be ahead of TensorBoard's file
             state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
             state |= {"generator": self.generator.get_state(), "counters": self.counters}
-            state |= {"history": self.history, "recent": self.recent, "games": games}
+            history = json.loads(json.dumps(self.history, default=float))  # plain numbers
+            state |= {"history": history, "recent": self.recent, "games": games}
             torch.save(state, file)
             write_file(self.run_dir / "checkpoint.pt", file.getvalue())
         self.saved = self.iteration
@@ -1102,14 +1106,16 @@ class Run(AbstractContextManager):
     def restore(self):
         """Go on from the checkpoint. Returns the arrays of this rank's games, and their states."""
         state, parts = load_checkpoint(self.run_dir), []
+        with suppress(Exception):  # if a game has failed, or if packages are others than then
+            parts = pickle.loads(state["games"].numpy().tobytes())
+        fits = len(parts) == num_ranks()
+        if not fits and "reward_norm.discounted" in state["model"]:  # of episodes that are lost
+            state["model"]["reward_norm.discounted"].zero_()
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
         self.counters, self.saved = state["counters"], state["counters"]["iteration"]
-        with suppress(Exception):  # if a game has failed, or if packages are others than then
-            parts = pickle.loads(state["games"].numpy().tobytes())
-        fits = len(parts) == num_ranks()
         if lost := sum(states.count(None) for _, states in parts) if fits else "all":
             report(f"{lost} games start new episodes: no state of theirs is there that fits")
             self.counters["starts"] += 1
@@ -1144,8 +1150,8 @@ def load_checkpoint(run_dir):
     try:
         state = torch.load(content, map_location="cpu", weights_only=True)
         assert all(weights.isfinite().all() for weights in state["model"].values())
-    except Exception:  # of many kinds
-        raise ValueError(f"{path} is damaged, or its weights are no numbers") from None
+    except Exception as error:  # of many kinds
+        raise ValueError(f"{path} is damaged, or has NaN: {one_line(error)}") from None
     return state
 
 
@@ -1328,7 +1334,7 @@ def parse_with_run(parser, argv):
         if args.device == "cuda" and num_ranks() > 1:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with option_error(parser, "--log-dir"):
-        Path(args.log_dir).mkdir(parents=True, exist_ok=True)
+        run_dir or Path(args.log_dir).mkdir(parents=True, exist_ok=True)
     with option_error(parser, "--run-name"):
         if rank() == 0 and not run_dir and (path := run_path(args)).exists():
             raise ValueError(f"{path} is there already")

@@ -344,8 +344,7 @@ def normalised(advantages):
 def take_step(optimizer, loss, max_grad_norm):
     """Take an optimizer step down the clipped gradient of the loss."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for gradient in (p.grad for p in parameters if p.grad is not None):
-        gradient.zero_()  # zero_grad would drop it, but it is a view, see `make_optimizer`
+    optimizer.zero_grad(set_to_none=False)  # gradients are views, see `make_optimizer`
     loss.backward()
     for parameter in parameters:
         averaged(parameter.grad)
@@ -357,8 +356,7 @@ def take_step(optimizer, loss, max_grad_norm):
 
 def summary(seen):
     """Return the mean over an update's minibatches of each quantity, {name: float}."""
-    names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")
-    return dict(zip(names, torch.stack(seen).mean(dim=0).tolist(), strict=True))
+    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
 
 
 # ------------------------------------------------------------------------------------ model
@@ -372,10 +370,11 @@ def make_model(args):
 
 
 def choose_device(name):
-    """Return the torch device of this name; auto: cuda if there is one for this rank, else cpu."""
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if name == "auto" and torch.cuda.device_count() > local:
-        torch.cuda.set_device(local)
+    """Return the torch device of this name; auto: cuda if there is one for each rank, else cpu."""
+    if name == "auto" and torch.cuda.device_count() >= max(
+        1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    ):
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         name = "cuda"
     return torch.device("cpu" if name == "auto" else name)
 
@@ -393,6 +392,7 @@ class Model(nn.Module):
     under the heads compute in bfloat16 if `bf16`; weights and heads are float32."""
 
     inputs, stored = ("obs",), ("obs", "actions")  # of `forward`, by a rollout
+    device = property(lambda model: model.value.weight.device)  # where it computes
 
     def __init__(self, action_space, bf16=False):
         super().__init__()
@@ -442,11 +442,6 @@ class Model(nn.Module):
         """Set actions for what the games show: samples from noise (N, n), else the mode."""
         actions, _ = self.policy(torch.from_numpy(arrays["obs"]).to(self.device), noise)
         arrays["actions"][:] = actions.cpu().numpy()
-
-    @property
-    def device(self):
-        """Where the model computes."""
-        return self.value.weight.device
 
 
 # ------------------------------------------------------------------------ heads and normalisers
@@ -692,12 +687,11 @@ class Games:
             step = functools.partial(self.call, "step")
             return play_steps(self.model, self.arrays, step, self.buffer)
         answers = []
-        for game in self.games:
-            try:
+        try:
+            for game in self.games:
                 answers.append(getattr(game, command)(*arguments))
-            except (Exception, SystemExit) as error:
-                what = f"{game.name} (seed {game.seed}) failed in {command}"
-                raise game_error(what, error) from None
+        except (Exception, SystemExit) as error:
+            raise game_error(f"{game.name} (seed {game.seed}) failed in {command}", error) from None
         return answers
 
 
@@ -855,15 +849,20 @@ def own_rows(minibatch, axis=0):
 
 def gathered(buffer):
     """Return a buffer, tensors (T, N, ...), with the games of all ranks side by side."""
-    parts = gathered_objects(buffer) if num_ranks() > 1 else []
-    return {name: torch.cat([p[name] for p in parts], 1) for name in buffer if parts} or buffer
+    if num_ranks() == 1:
+        return buffer
+    parts = gathered_objects({name: column.cpu() for name, column in buffer.items()})
+    return {n: torch.cat([p[n] for p in parts], 1).to(buffer[n].device) for n in buffer}
 
 
 def gathered_objects(value):
     """Return the list of the ranks' values."""
     values = [value] * num_ranks()
     if num_ranks() > 1:
-        dist.all_gather_object(values, value)
+        try:
+            dist.all_gather_object(values, value)
+        except RuntimeError as error:
+            raise GameError(f"rank {rank()} has lost another one: {one_line(error)}") from None
     return values
 
 
@@ -878,7 +877,7 @@ def averaged(tensor):
 # ------------------------------------------------------------------------------------ run folder
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
 CHARTS = "episodic_return episodic_length eval_return learning_rate".split()
-LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()
+LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
 COLUMNS = [*COUNTERS, "sps", *CHARTS, *LOSSES]  # of progress.csv
 
 
@@ -917,8 +916,8 @@ class Run(AbstractContextManager):
     def __exit__(self, kind, *_):
         with self.stack:
             try:
-                if kind in (None, GameError):  # the last iteration is complete
-                    self.save(with_games=kind is None)
+                if kind is GameError or kind is None and self.saved != self.iteration:
+                    self.save(with_games=kind is None)  # the last iteration is complete
             except GameError:  # a worker has died meanwhile
                 self.save(with_games=False)
                 raise
@@ -971,9 +970,9 @@ class Run(AbstractContextManager):
                 row |= {} if self.signal else {"eval_return": float(returns.mean())}
         finally:
             self.writer.writerow(row)
-        tags = {f"charts/{name}": row.get(name) for name in CHARTS} | (tags or {})
+        tags = {"charts/SPS": row.get("sps")} | (tags or {})
+        tags |= {f"charts/{name}": row.get(name) for name in CHARTS}
         tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
-        tags["charts/SPS"] = row.get("sps")
         for tag, value in tags.items():
             if value is not None and math.isfinite(value):
                 self.events.add_scalar(tag, value, row["global_step"])
@@ -1017,7 +1016,8 @@ class Run(AbstractContextManager):
             self.events.flush()  # a checkpoint must not be ahead of TensorBoard's file
             state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
             state |= {"generator": self.generator.get_state(), "counters": self.counters}
-            state |= {"history": self.history, "recent": self.recent, "games": games}
+            history = json.loads(json.dumps(self.history, default=float))  # plain numbers
+            state |= {"history": history, "recent": self.recent, "games": games}
             torch.save(state, file)
             write_file(self.run_dir / "checkpoint.pt", file.getvalue())
         self.saved = self.iteration
@@ -1027,14 +1027,16 @@ class Run(AbstractContextManager):
     def restore(self):
         """Go on from the checkpoint. Returns the arrays of this rank's games, and their states."""
         state, parts = load_checkpoint(self.run_dir), []
+        with suppress(Exception):  # if a game has failed, or if packages are others than then
+            parts = pickle.loads(state["games"].numpy().tobytes())
+        fits = len(parts) == num_ranks()
+        if not fits and "reward_norm.discounted" in state["model"]:  # of episodes that are lost
+            state["model"]["reward_norm.discounted"].zero_()
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
         self.counters, self.saved = state["counters"], state["counters"]["iteration"]
-        with suppress(Exception):  # if a game has failed, or if packages are others than then
-            parts = pickle.loads(state["games"].numpy().tobytes())
-        fits = len(parts) == num_ranks()
         if lost := sum(states.count(None) for _, states in parts) if fits else "all":
             report(f"{lost} games start new episodes: no state of theirs is there that fits")
             self.counters["starts"] += 1
@@ -1069,8 +1071,8 @@ def load_checkpoint(run_dir):
     try:
         state = torch.load(content, map_location="cpu", weights_only=True)
         assert all(weights.isfinite().all() for weights in state["model"].values())
-    except Exception:  # of many kinds
-        raise ValueError(f"{path} is damaged, or its weights are no numbers") from None
+    except Exception as error:  # of many kinds
+        raise ValueError(f"{path} is damaged, or has NaN: {one_line(error)}") from None
     return state
 
 
@@ -1249,7 +1251,7 @@ def parse_with_run(parser, argv):
         if args.device == "cuda" and num_ranks() > 1:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with option_error(parser, "--log-dir"):
-        Path(args.log_dir).mkdir(parents=True, exist_ok=True)
+        run_dir or Path(args.log_dir).mkdir(parents=True, exist_ok=True)
     with option_error(parser, "--run-name"):
         if rank() == 0 and not run_dir and (path := run_path(args)).exists():
             raise ValueError(f"{path} is there already")

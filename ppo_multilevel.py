@@ -36,9 +36,10 @@ level would erase the differences that the method adds up.
 
 A simulation is a function `make(level, evaluation=False)` that returns a Gymnasium env whose spaces
 are the policy's (the finest level's) on every level. The env owns `psi()`, its state → the policy's
-observation; `phi(action)`, the policy's action → its own; `map_from(other)`, which takes over the
-state of the same simulation on another level; if it can step several at once, a static method
-`step_batch(envs, actions)` → (obs, rewards, terminated, truncated) too.
+observation; `phi(action)`, which `step` applies to the policy's action; `map_from(other)`, which
+takes over the state of the same simulation on another level; if it can step several at once, a
+static method `step_batch(envs, actions)` → (obs, rewards, terminated, truncated) too. Rewards must
+mean the same on all levels: a mean over the cells does, a sum does not.
 
 r_t is the reward, r_t(θ) the probability ratio. Shapes: L levels, T^l steps, N actors, B
 minibatches of M^l rows, D observation entries, A action entries. A tilde in the paper is `sync`
@@ -205,14 +206,13 @@ def train(args):
             if args.norm_value:
                 normalise_values(model, batch, batches[0]["returns"])
             # Learn: K epochs of minibatch steps down the telescoping sum of the levels' losses.
-            sampled = time.perf_counter()
+            counts, sampled = costs(run, before), time.perf_counter()
             row |= update(model, optimizer, batch, args, generator)
             if args.norm_obs:  # after the update: within it, π_old is the policy that sampled
                 model.obs_norm.update(torch.cat([b["obs"] for b in batches[::2]]))  # own rows
             tags = level_tags(args.levels, episodes, batches)
-            counts = {"global_step": len(batch["obs"])} | costs(run, before)
             row |= time_split(run, counts["sim_seconds"], sampled)
-            run.end_iteration(row, episodes[-1], tags, **counts)
+            run.end_iteration(row, episodes[-1], tags, global_step=len(batch["obs"]), **counts)
     return run
 
 
@@ -434,8 +434,7 @@ def normalised(advantages, coarsest):
 def take_step(optimizer, loss, max_grad_norm):
     """Take an optimizer step down the clipped gradient of the loss."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for gradient in (p.grad for p in parameters if p.grad is not None):
-        gradient.zero_()  # zero_grad would drop it, but it is a view, see `make_optimizer`
+    optimizer.zero_grad(set_to_none=False)  # gradients are views, see `make_optimizer`
     loss.backward()
     for parameter in parameters:
         averaged(parameter.grad)
@@ -447,8 +446,7 @@ def take_step(optimizer, loss, max_grad_norm):
 
 def summary(seen):
     """Return the mean over an update's minibatches of each quantity, {name: float}."""
-    names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")
-    return dict(zip(names, torch.stack(seen).mean(dim=0).tolist(), strict=True))
+    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
 
 
 # ------------------------------------------------------------------------------------ model
@@ -463,6 +461,7 @@ class Model(nn.Module):
     """Policy and value function: hidden layers, orthogonal weights, a head for each."""
 
     inputs, stored = ("obs",), ("obs", "actions")  # of `forward`, by a rollout
+    device = property(lambda model: model.value.weight.device)  # where it computes
 
     def __init__(self, obs_dim, action_space, args):
         super().__init__()
@@ -471,12 +470,11 @@ class Model(nn.Module):
         self.value_norm = RunningNorm() if args.norm_value else None
         self.actor = hidden_layers(obs_dim, args)
         self.critic = self.actor if args.shared_net else hidden_layers(obs_dim, args)
-        if isinstance(action_space, gym.spaces.Box):
+        if options := num_options(action_space):
+            self.head = Categorical(args.hidden[-1], options, action_space.shape)
+        else:
             log_std, full = args.init_log_std, args.full_covariance
             self.head = Gaussian(args.hidden[-1], action_space.shape, log_std, full)
-        else:
-            options = num_options(action_space)
-            self.head = Categorical(args.hidden[-1], options, action_space.shape)
         self.value = layer_init(nn.Linear(args.hidden[-1], 1), 1.0)
 
     def forward(self, obs):
@@ -496,11 +494,6 @@ class Model(nn.Module):
         """Set actions for what the games show: samples from noise (N, ·), else the mode."""
         actions, _ = self.policy(torch.from_numpy(arrays["obs"]).to(self.device), noise)
         arrays["actions"][:] = actions.cpu().numpy()
-
-    @property
-    def device(self):
-        """Where the model computes."""
-        return self.value.weight.device
 
 
 # ------------------------------------------------------------------------ heads and normalisers
@@ -648,8 +641,8 @@ def fast_act(model):
     """Return `model.act`; of a plain policy (one choice or a diagonal Gaussian, tanh, CPU) the same
     in NumPy: on a step's few rows torch is mostly overhead (tests/benchmarks/speed_ppo.py)."""
     layers, norm, head = [*model.actor, *model.head.children()], model.obs_norm, model.head
-    discrete = isinstance(head, Categorical)
-    plain = len(head.options) == 1 if discrete else head.lower is None
+    discrete = type(head) is Categorical
+    plain = len(head.options) == 1 if discrete else type(head) is Gaussian and head.lower is None
     plain &= model.inputs == ("obs",) and model.device.type == "cpu"
     if not plain or not all(isinstance(layer, (nn.Linear, nn.Tanh)) for layer in layers):
         return model.act
@@ -844,11 +837,15 @@ class Games:
     def start(self, states=None):
         """Start all games from their seeds, each partner where its fine game starts; actors that
         have one of the N `states` go on from it."""
-        starting, actors = [], list(zip(*self.members))
-        for i, actor in enumerate(actors):
-            state = states and states[actor[0].n]
-            if not state or not restored(actor, state):
+        starting = []
+        for i, actor in enumerate(zip(*self.members)):
+            try:
+                for game, state in zip(actor, (states or {})[actor[0].n], strict=True):
+                    game.set_state(state)
+            except Exception as error:  # of any kind, if the env's packages are others than then
                 starting.append(i)
+                if states and states[actor[0].n]:
+                    report(f"{actor[0].name} starts a new episode: {one_line(error)}")
         for games in self.members:
             for i in starting:
                 self.busy = games[i], "reset"
@@ -936,17 +933,6 @@ def members(arrays):
     return [{name: array[m] for name, array in arrays.items()} for m in range(len(arrays["obs"]))]
 
 
-def restored(actor, states):
-    """Set the states of an actor's games. Return whether they fit."""
-    try:
-        for game, state in zip(actor, states, strict=True):
-            game.set_state(state)
-    except Exception as error:  # of any kind, if the env's packages are others than then
-        report(f"{actor[0].name} starts a new episode: {one_line(error)}")
-        return False
-    return True
-
-
 def simulated(pool):
     """Return seconds spent on simulating and steps taken so far by each member, (2L − 1,) each."""
     return [pool.arrays[name].sum(axis=1) for name in ("seconds", "steps")]
@@ -968,16 +954,6 @@ def costs(run, before):
     return dict(zip(("sim_seconds", "sim_cost"), np.sum(spent, axis=0).tolist()))
 
 
-def array_layout(num_envs, model):
-    """Return {name: (shape, dtype)} of the arrays (N, ...) that games and policy share."""
-    D, A, box = (model.obs_dim,), model.head.shape, isinstance(model.head, Gaussian)
-    layout = {"obs": (D, np.float32), "next_obs": (D, np.float32), "rewards": ((), np.float32)}
-    layout |= {"actions": (A, np.float32 if box else np.int64), "ended": ((), np.bool_)}
-    layout |= {"terminated": ((), np.bool_), "truncated": ((), np.bool_)}
-    layout |= {"episode_return": ((), np.float64), "episode_length": ((), np.int64)}
-    return {name: ((num_envs, *shape), dtype) for name, (shape, dtype) in layout.items()}
-
-
 def time_split(run, sim_seconds, sampled):
     """Return where an iteration's seconds went, whose update began when it had `sampled`."""
     simulation = sim_seconds / max(1, len(run.pool.workers)) / num_ranks()
@@ -994,10 +970,14 @@ def game_seeds(args, starts):
 
 def make_pool(args, model, seeds, num_workers, levels=None, **options):
     """Return the pool of actors on the levels, with a seed per member and actor (2L − 1, N)."""
-    M, N = seeds.shape
+    (M, N), D, A = seeds.shape, (model.obs_dim,), model.head.shape
+    actions = "int64" if num_options(model.action_space) else "float32"
+    layout = {"obs": (D, "float32"), "next_obs": (D, "float32"), "rewards": ((), "float32")}
+    layout |= {name: ((), "bool") for name in ("terminated", "truncated", "ended")}
+    layout |= {"episode_return": ((), "float64"), "episode_length": ((), "int64")}
     # What each worker has spent on simulating a member, in the entry of its first actor.
-    layout = array_layout(N, model) | {name: ((N,), np.float64) for name in ("seconds", "steps")}
-    layout = {name: ((M, *shape), dtype) for name, (shape, dtype) in layout.items()}
+    layout |= {"actions": (A, actions), "seconds": ((), "float64"), "steps": ((), "float64")}
+    layout = {name: ((M, N, *shape), dtype) for name, (shape, dtype) in layout.items()}
     games = functools.partial(Games, args, levels or args.levels, seeds, **options)
     return WorkerPool(games, layout, N, num_workers)
 
@@ -1120,15 +1100,20 @@ def own_rows(minibatch, axis=0):
 
 def gathered(buffer):
     """Return a buffer, tensors (T, N, ...), with the games of all ranks side by side."""
-    parts = gathered_objects(buffer) if num_ranks() > 1 else []
-    return {name: torch.cat([p[name] for p in parts], 1) for name in buffer if parts} or buffer
+    if num_ranks() == 1:
+        return buffer
+    parts = gathered_objects({name: column.cpu() for name, column in buffer.items()})
+    return {n: torch.cat([p[n] for p in parts], 1).to(buffer[n].device) for n in buffer}
 
 
 def gathered_objects(value):
     """Return the list of the ranks' values."""
     values = [value] * num_ranks()
     if num_ranks() > 1:
-        dist.all_gather_object(values, value)
+        try:
+            dist.all_gather_object(values, value)
+        except RuntimeError as error:
+            raise GameError(f"rank {rank()} has lost another one: {one_line(error)}") from None
     return values
 
 
@@ -1144,7 +1129,7 @@ def averaged(tensor):
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
 COUNTERS |= {"sim_seconds": 0.0, "sim_cost": 0.0}
 CHARTS = "episodic_return episodic_length eval_return learning_rate".split()
-LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()
+LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
 TIMES = ("simulation_seconds", "policy_seconds", "update_seconds")
 COLUMNS = [*COUNTERS, *TIMES, "sps", *CHARTS, *LOSSES]  # of progress.csv
 
@@ -1184,8 +1169,8 @@ class Run(AbstractContextManager):
     def __exit__(self, kind, *_):
         with self.stack:
             try:
-                if kind in (None, GameError):  # the last iteration is complete
-                    self.save(with_games=kind is None)
+                if kind is GameError or kind is None and self.saved != self.iteration:
+                    self.save(with_games=kind is None)  # the last iteration is complete
             except GameError:  # a worker has died meanwhile
                 self.save(with_games=False)
                 raise
@@ -1238,9 +1223,9 @@ class Run(AbstractContextManager):
                 row |= {} if self.signal else {"eval_return": float(returns.mean())}
         finally:
             self.writer.writerow(row)
-        tags = {f"charts/{name}": row.get(name) for name in CHARTS} | (tags or {})
+        tags = {"charts/SPS": row.get("sps")} | (tags or {})
+        tags |= {f"charts/{name}": row.get(name) for name in CHARTS}
         tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
-        tags["charts/SPS"] = row.get("sps")
         for tag, value in tags.items():
             if value is not None and math.isfinite(value):
                 self.events.add_scalar(tag, value, row["global_step"])
@@ -1284,7 +1269,8 @@ class Run(AbstractContextManager):
             self.events.flush()  # a checkpoint must not be ahead of TensorBoard's file
             state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
             state |= {"generator": self.generator.get_state(), "counters": self.counters}
-            state |= {"history": self.history, "recent": self.recent, "games": games}
+            history = json.loads(json.dumps(self.history, default=float))  # plain numbers
+            state |= {"history": history, "recent": self.recent, "games": games}
             torch.save(state, file)
             write_file(self.run_dir / "checkpoint.pt", file.getvalue())
         self.saved = self.iteration
@@ -1294,14 +1280,16 @@ class Run(AbstractContextManager):
     def restore(self):
         """Go on from the checkpoint. Returns the arrays of this rank's games, and their states."""
         state, parts = load_checkpoint(self.run_dir), []
+        with suppress(Exception):  # if a game has failed, or if packages are others than then
+            parts = pickle.loads(state["games"].numpy().tobytes())
+        fits = len(parts) == num_ranks()
+        if not fits and "reward_norm.discounted" in state["model"]:  # of episodes that are lost
+            state["model"]["reward_norm.discounted"].zero_()
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
         self.counters, self.saved = state["counters"], state["counters"]["iteration"]
-        with suppress(Exception):  # if a game has failed, or if packages are others than then
-            parts = pickle.loads(state["games"].numpy().tobytes())
-        fits = len(parts) == num_ranks()
         if lost := sum(states.count(None) for _, states in parts) if fits else "all":
             report(f"{lost} games start new episodes: no state of theirs is there that fits")
             self.counters["starts"] += 1
@@ -1336,8 +1324,8 @@ def load_checkpoint(run_dir):
     try:
         state = torch.load(content, map_location="cpu", weights_only=True)
         assert all(weights.isfinite().all() for weights in state["model"].values())
-    except Exception:  # of many kinds
-        raise ValueError(f"{path} is damaged, or its weights are no numbers") from None
+    except Exception as error:  # of many kinds
+        raise ValueError(f"{path} is damaged, or has NaN: {one_line(error)}") from None
     return state
 
 
@@ -1726,7 +1714,8 @@ class Grid:
 
     def solve_pressure(self, field, s, q):
         """Pressure p [Pa] (ny, nx) with div(-k λ(s) grad p) = q, and tx, ty."""
-        factored = self.factored if self.case.linear else {}  # linear: λ never changes
+        factored = self.factored if self.case.linear else {}  # linear: λ never changes,
+        s = np.full_like(s, self.case.s_wir) if self.case.linear else s  # not even by rounding
         if field not in factored:
             k = self.perm[field] * mobility(s, self.case)[0]
             tx, ty = transmissibility(k, self.case.lx, self.case.ly)
@@ -1915,8 +1904,8 @@ def parse_args(argv=None):
     parser = make_parser()
     args = parse_with_run(parser, argv)
     complete(parser, args)
-    for rows in reversed(args.num_steps):
-        check_rows(parser, args, args.num_envs * rows)
+    for level, T in reversed([*enumerate(args.num_steps)]):
+        check_rows(parser, args, args.num_envs * T, "rows of a finer level" if level else "rows")
     # All actors' steps, coarse partners' included: N Σ_l (T^l + T̃^{l−1}).
     rows = args.num_envs * (2 * sum(args.num_steps) - args.num_steps[0])
     if args.total_timesteps or args.num_iterations is None:
@@ -1983,7 +1972,7 @@ def parse_with_run(parser, argv):
         if args.device == "cuda" and num_ranks() > 1:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with option_error(parser, "--log-dir"):
-        Path(args.log_dir).mkdir(parents=True, exist_ok=True)
+        run_dir or Path(args.log_dir).mkdir(parents=True, exist_ok=True)
     with option_error(parser, "--run-name"):
         if rank() == 0 and not run_dir and (path := run_path(args)).exists():
             raise ValueError(f"{path} is there already")
