@@ -222,7 +222,7 @@ def make_noise(model, num_steps, num_envs, generator):
     """Return the noise that makes a rollout's actions random, (T, N, ·)."""
     num_envs *= num_ranks()
     noise = model.head.noise(num_steps * num_envs, generator).view(num_steps, num_envs, -1)
-    return noise[:, own_games(num_envs)].to(model.value.weight.device)
+    return noise[:, own_games(num_envs)].to(model.device)
 
 
 def ended_episodes(arrays):
@@ -558,8 +558,8 @@ class Game:
     """An Atari game as the policy sees it (Mnih et al. 2015): row n of the arrays that all share.
     An action lasts `frameskip` frames. The maximum of the last two, grey, shrunk to 84 × 84, is a
     picture; the last four pictures are the observation, (84, 84, 4). An episode ends with a life,
-    the next one goes on with the same game unless that is over. Rewards are the score's sign; what
-    `ended`, its return (the true score) and its length (in steps) are those of whole games."""
+    the next one goes on with the same game unless that is over. Rewards are the score's sign;
+    `ended`, the return (the true score) and the length (in steps) are of whole games, not lives."""
 
     def __init__(self, args, n, seed, arrays, **options):
         self.name, self.n, self.seed, self.args, self.arrays = args.env, n, seed, args, arrays

@@ -274,7 +274,7 @@ def make_noise(model, num_steps, num_envs, generator):
     """Return the noise that makes a rollout's actions random, (T, N, ·)."""
     num_envs *= num_ranks()
     noise = model.head.noise(num_steps * num_envs, generator).view(num_steps, num_envs, -1)
-    return noise[:, own_games(num_envs)].to(model.value.weight.device)
+    return noise[:, own_games(num_envs)].to(model.device)
 
 
 def ended_episodes(arrays):
