@@ -71,7 +71,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads keep cores from workers
@@ -89,6 +89,7 @@ DEFAULTS = {  # levels and steps per actor, coarse to fine
     "ResSim-v1": {"levels": [3, 4, 5], "num_steps": [80, 10, 5]},
     "ResSim-v2": {"levels": [3, 4], "num_steps": [140, 15]},
     "ResSim-v3": {"levels": [3, 4], "num_steps": [60, 15]},
+    "ResSim-v4": {"levels": [3, 4], "num_steps": [60, 15]},
 }
 
 
@@ -1529,16 +1530,17 @@ def gaussian_fields(case, n, seed, mean=2.41, variance=5.0, lengths=(1.0, 0.1), 
     return MILLIDARCY * np.exp(mean + z)
 
 
-def streak_fields(case, n, seed):
-    """Thief zones coarse grids do not see: log k (millidarcy) N(3, 0.3²), streaks of 8; in m²."""
+def streak_fields(case, n, seed, width=1):
+    """Thief zones, `width` cells wide: log k (millidarcy) N(3, 0.3²), streaks of 8; in m²."""
     (ny, nx), rng = case.grids[-1], np.random.default_rng(seed)
     log_k = rng.normal(3.0, 0.3, (n, ny, nx))
     for field in log_k:
-        for _ in range(rng.integers(2, 4)):  # one cell wide, from a random row to a random row
+        for _ in range(rng.integers(2, 4)):  # from a random row to a random row
             rows = np.rint(np.linspace(*rng.integers(ny, size=2), nx)).astype(int)
+            rows = rows.clip(max=ny - width)
             for col in range(nx):  # fill from the previous column's row to this one's
                 low, high = sorted(rows[max(col - 1, 0) : col + 1][[0, -1]])
-                field[low : high + 1, col] = 8.0
+                field[low : high + width, col] = 8.0
     return MILLIDARCY * np.exp(log_k)
 
 
@@ -1549,11 +1551,12 @@ def _built_in_cases():
     v1 = Case(grids, *size, *wells, channel_fields, dt=5.0, pore_volumes=0.7)
     wells = (tuple(range(1, 64, 2)), left), (tuple(range(1, 64, 2)), (63,) * 32)
     v3 = Case(grids[:4], *size, *wells, streak_fields, dt=5.0, pore_volumes=0.7)
+    v4 = replace(v3, fields=functools.partial(streak_fields, width=3))
     grids, size = ((27, 9), (57, 19), (111, 37), (219, 73)), (620 * FOOT, 1820 * FOOT)
     rows = tuple(range(1, 219, 36))  # injectors in the middle column, producers on both edges
     wells = (rows, (36,) * 7), (tuple(sorted(2 * rows)), (0, 72) * 7)
     v2 = Case(grids, *size, *wells, gaussian_fields, dt=1.0, pore_volumes=1.0)
-    return {"ResSim-v1": v1, "ResSim-v2": v2, "ResSim-v3": v3}
+    return {"ResSim-v1": v1, "ResSim-v2": v2, "ResSim-v3": v3, "ResSim-v4": v4}
 
 
 CASES = _built_in_cases()

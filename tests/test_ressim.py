@@ -338,6 +338,7 @@ def test_sizes_of_the_built_in_cases():
         "ResSim-v1": ((8, 8), (128, 128), 32),
         "ResSim-v2": ((27, 9), (219, 73), 7),
         "ResSim-v3": ((8, 8), (64, 64), 32),
+        "ResSim-v4": ((8, 8), (64, 64), 32),
     }
     producers = CASES["ResSim-v2"].producers
     assert list(zip(*producers))[:3] == [(1, 0), (1, 72), (37, 0)] and len(producers[0]) == 14
@@ -416,6 +417,26 @@ def test_streak_fields():
     k = np.exp(x)
     coarse = coarsen(k, (32, 32), "harmonic")  # only where streaks meet or turn are cells full
     assert (coarse > np.exp(5)).mean() < 0.005 and share.min() > 0.02
+
+
+def test_wide_streak_fields():
+    """ResSim-v4 has ResSim-v3's thief zones, three cells wide: 32² sees them blurred."""
+    thin, wide = log_k("ResSim-v3", 100) > 6, log_k("ResSim-v4", 100) > 6
+    for narrow, streak in zip(thin, wide):
+        # Rows r to r + 2 of every column, kept inside the field: three shifted copies of r.
+        full = narrow | np.roll(narrow, 1, axis=0) | np.roll(narrow, 2, axis=0)
+        inner = slice(2, 61)  # what wraps around, and what is kept inside, is beyond
+        np.testing.assert_array_equal(streak[inner], full[inner])
+        assert streak.sum(axis=0).min() >= 3 and crosses(streak)
+    # Blurred: a uniform control returns .522 on 64², .585 on 32², .666 on 16².
+    means = []
+    for level in (4, 3, 2):
+        envs = [ResSim("ResSim-v4", level) for _ in range(16)]
+        for field, env in enumerate(envs):
+            env.reset(options={"field": field})
+        rewards = [ResSim.step_batch(envs, np.full((16, 64), 0.5))[1] for _ in range(5)]
+        means.append(np.sum(rewards, axis=0).mean())
+    np.testing.assert_allclose(means, [0.5219, 0.5845, 0.6661], atol=1e-4)
 
 
 # The environment --------------------------------------------------------------------------------
