@@ -48,6 +48,7 @@ here. Everything stored at index t belongs to the action taken at t: `terminated
 """
 
 import argparse
+import copy
 import csv
 import datetime
 import functools
@@ -73,6 +74,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads keep cores from workers
 
@@ -104,10 +106,24 @@ def make_parser():
     option = functools.partial(add_option, parser.add_argument_group("ppo_multilevel.py"))
     text = f"{', '.join(CASES)}, path/to/file.py:make or package.module:make"
     option("--env", str, "ResSim-v1", text)
+    text = (
+        "climb: one level at a time, the one that gains most per second on the finest; together: "
+    )
+    text += "all in every iteration (the paper's). None: climb if there is more than one level"
+    option("--schedule", str, None, text, choices=("climb", "together"))
     text = "levels to use, coarse to fine; the built-in simulations have a default"
     option("--levels", number(int, 1), None, text, nargs="+")
-    text = "T^l, steps per actor and iteration on each level; many coarse, few fine ones"
-    option("--num-steps", number(int, 1), None, text, nargs="+")
+    text = "T^l, steps per actor and iteration, one number or one per level; together: many coarse "
+    text += "and few fine ones, or 'T auto': T on the coarsest, the rest as costs and variances say"
+    option("--num-steps", or_auto(number(int, 1)), None, text, nargs="+")
+    text = "β, weight of the correction by coarse partners; 1: Algorithm 4; auto: is measured"
+    option("--control", or_auto(number(float, 0, 1)), "auto", text)
+    text = "length of the run in steps of the finest level, a coarser step counts less by its cost"
+    option("--total-cost", number(float, 1e-300), None, text)
+    text = "what a step on each level and then an update costs, in seconds; None: is measured"
+    option("--level-costs", number(float, 1e-300), None, text, nargs="+")
+    text = "episodes of a check, which tells a climb what the policy is worth on the finest level"
+    option("--check-episodes", number(int, 2, 100_000), 16, text)
     option("--eval-level", number(int, 1), None, "level of evaluations, if not the last")
     text = "step: before each step the partner takes over the fine state, then the fine action (the"
     text += " paper's; small differences, biased); noise: it takes over the state when an episode"
@@ -188,38 +204,44 @@ def add_network_options(parser):
 
 
 # ------------------------------------------------------------------------------------ train
-def train(args):
-    """Train as `args` say. Returns the `Run`: model, optimizer, history, run_dir, signal. Raises
-    GameError when a game or a worker fails, after saving the last complete iteration."""
+def train(args, rule=None):
+    """Train as `args` say; `rule` chooses each iteration's levels, see `Climb`. Returns the `Run`:
+    model, optimizer, history, run_dir, signal. Raises GameError when a game or a worker fails,
+    after saving the last complete iteration."""
     torch.set_num_threads(1)  # more threads only slow a small network down
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
     model = make_model(args)
     optimizer = make_optimizer(model)
-    with Run(args, model, optimizer, generator) as run:
+    rule = rule or {"climb": Climb, "together": Together}[args.schedule](args)
+    with Run(args, model, optimizer, generator, rule) as run:
         while run.goes_on():
-            set_learning_rates(optimizer, args, run.iteration)
-            before = simulated(run.pool)
-            # Sample: T^l steps on every level l, above the coarsest in pairs of fine and coarse.
-            batches, episodes = rollouts(model, run.pool, args, generator)
+            set_learning_rates(optimizer, args, run.share_done())
+            # Choose: a climb's rule has one level for this iteration, the paper's schedule has all.
+            plan = rule.plan()
+            # Sample: T^l steps on every level l of the plan, above its first in pairs of fine and
+            # coarse.
+            batches, episodes = rollouts(model, run.pool, plan, args, generator)
             batch = {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
             row = {"explained_variance": explained_variance(batches[0])}
             if args.norm_value:
                 normalise_values(model, batch, batches[0]["returns"])
+            simulation, sampled = run.charge(run.pool), time.perf_counter()
             # Learn: K epochs of minibatch steps down the telescoping sum of the levels' losses.
-            counts, sampled = costs(run, before), time.perf_counter()
-            row |= update(model, optimizer, batch, args, generator)
+            row |= update(model, optimizer, batch, plan, args, generator)
             if args.norm_obs:  # after the update: within it, π_old is the policy that sampled
                 model.obs_norm.update(torch.cat([b["obs"] for b in batches[::2]]))  # own rows
-            tags = level_tags(args.levels, episodes, batches)
-            row |= time_split(run, counts["sim_seconds"], sampled)
-            run.end_iteration(row, episodes[-1], tags, global_step=len(batch["obs"]), **counts)
+            tags = level_tags(args.levels, plan.levels, episodes, batches)
+            row |= time_split(run, simulation, sampled)
+            # Judge: at times a climb checks the policy on the finest level, and changes its level.
+            row |= rule.review(run, batches)
+            run.end_iteration(row, episodes[-1], tags, global_step=len(batch["obs"]))
     return run
 
 
-def set_learning_rates(optimizer, args, iteration):
+def set_learning_rates(optimizer, args, share_done):
     """Set the learning rate of an iteration."""
-    factor = 1 - iteration / args.num_iterations if args.anneal_lr else 1
+    factor = 1 - share_done if args.anneal_lr else 1
     for group in optimizer.param_groups:
         group["lr"] = args.learning_rate * factor
 
@@ -228,26 +250,30 @@ def set_learning_rates(optimizer, args, iteration):
 STEP_RESULTS = ("next_obs", "rewards", "terminated", "truncated")
 
 
-def rollouts(model, pool, args, generator):
-    """Roll out all levels. Returns the batches of all members, in the order own¹, sync², own²,
-    sync³, own³, ..., and for each level the (return, length) of its own episodes that ended."""
+def rollouts(model, pool, plan, args, generator):
+    """Roll out the levels of a plan. Returns the batches of all members, in the order own¹, sync²,
+    own², sync³, own³, ..., and for each level the (return, length) of its own episodes that
+    ended."""
     batches, episodes = [], []
-    for level in range(len(args.levels)):
-        buffers, ended = rollout(model, pool, level, args, generator)
+    for level, T in zip(plan.levels, plan.num_steps):
+        buffers, ended = rollout(model, pool, level, T, args, generator)
         batches += [make_batch(b, model.inputs, args) for b in buffers[::-1]]  # sync before own
         episodes.append(ended)
     return batches, episodes
 
 
 @torch.no_grad()
-def rollout(model, pool, level, args, generator):
-    """Take T^l steps with all N actors on a level index (ML, Algorithm 5). Returns the buffers
-    [own] of the coarsest level, [own, sync] above, each tensors (T, N, ...): obs, actions,
+def rollout(model, pool, level, T, args, generator):
+    """Take T steps with all N actors on a level index (ML, Algorithm 5). Returns the buffers
+    [own], or [own, sync] where there are partners, each tensors (T, N, ...): obs, actions,
     logprobs, values, next_values, rewards, terminated, truncated; and the (return, length) of the
     level's own episodes that ended."""
-    T, by_step, act = args.num_steps[level], level > 0 and args.coupling == "step", fast_act(model)
+    paired, act = level > 0 and args.schedule == "together", fast_act(model)
+    by_step = paired and args.coupling == "step"
     # Member 2l is level index l's own, 2l − 1 its coarse partner.
-    pair = [members(pool.arrays)[m] for m in ([2 * level, 2 * level - 1] if level else [0])]
+    pair = [
+        members(pool.arrays)[m] for m in ([2 * level, 2 * level - 1] if paired else [2 * level])
+    ]
     names, episodes = (*model.stored, *STEP_RESULTS), []
     buffers = [{name: np.empty((T, *a[name].shape), a[name].dtype) for name in names} for a in pair]
     noise = make_noise(model, T, args.num_envs // num_ranks(), generator)  # both members'
@@ -362,15 +388,27 @@ def policy_change(logratio, clip_coef):
 
 
 # ------------------------------------------------------------------------------------ update
-def signed_weights(num_steps, num_envs, num_minibatches):
-    """Return a minibatch's weights, rows as `minibatches` gives them: ML, Algorithm 4, line 16. A
-    row of level l's own games weighs +S/M^l, one of the partners −S/M^l, S = the number of rows:
-    the mean of the weighted rows is the telescoping sum. One level alone has weights of 1."""
+class Plan(NamedTuple):
+    """An iteration's level indices, coarse to fine, steps T^l on each, and for each but the first
+    the control weight β_l of its partner."""
+
+    levels: list
+    num_steps: list
+    controls: list
+
+
+def signed_weights(num_steps, num_envs, num_minibatches, controls):
+    """Return a minibatch's weights, rows as `minibatches` gives them: the mean of the weighted rows
+    is the telescoping sum. With S = the number of rows and b_l = β_{l+1} β_{l+2} ... β_L, a row of
+    level l's own games weighs +S b_l / M^l, one of its partners −S β_l b_l / M^l; all β = 1 is ML,
+    Algorithm 4, line 16. One level alone has weights of 1."""
     sizes = [num_envs * T // num_minibatches for T in num_steps]  # M^l
-    total = 2 * sum(sizes) - sizes[0]
-    weights = [torch.full((sizes[0],), total / sizes[0])]
-    for M in sizes[1:]:
-        weights += [torch.full((M,), -total / M), torch.full((M,), total / M)]
+    total, weights = 2 * sum(sizes) - sizes[0], []
+    for l, M in enumerate(sizes):  # noqa: E741, the paper's l
+        own = total * math.prod(controls[l:]) / M
+        if l > 0:
+            weights.append(torch.full((M,), -own * controls[l - 1]))
+        weights.append(torch.full((M,), own))
     return torch.cat(weights)  # (S,)
 
 
@@ -387,22 +425,22 @@ def minibatches(num_steps, num_envs, num_minibatches, generator):
     return torch.cat(rows, dim=1)
 
 
-def update(model, optimizer, batch, args, generator):
+def update(model, optimizer, batch, plan, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
-    seen = []
-    weights = signed_weights(args.num_steps, args.num_envs, args.num_minibatches)
+    seen, num_steps = [], plan.num_steps
+    weights = signed_weights(num_steps, args.num_envs, args.num_minibatches, plan.controls)
     weights = weights.to(batch["obs"].device)[rank() :: num_ranks()]  # of `own_rows`
     # Literally, a partner's row is +min(r Ã, clip(r) Ã): its ratio may run away, and with it the
     # sum to −∞. Bounded, it is −min(−r Ã, −clip(r) Ã), PPO's own bound for an advantage of −Ã, with
     # the same gradient at π_old; and the value function fits the rows of positive weight.
     bounded = args.correction == "bounded"
     term_weights = (1, weights.clamp(min=0), weights) if bounded else (weights, weights, weights)
-    coarsest = args.num_envs * args.num_steps[0]  # number of the coarsest level's rows
+    coarsest = args.num_envs * num_steps[0]  # number of the coarsest level's rows
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"], coarsest)}
     coarsest //= args.num_minibatches  # M^1
     for _ in range(args.update_epochs):
-        rows = minibatches(args.num_steps, args.num_envs, args.num_minibatches, generator)
+        rows = minibatches(num_steps, args.num_envs, args.num_minibatches, generator)
         for mb_rows in rows:  # (S,)
             mb = {name: column[mb_rows] for name, column in batch.items()}
             if args.norm_adv == "minibatch":
@@ -448,6 +486,176 @@ def take_step(optimizer, loss, max_grad_norm):
 def summary(seen):
     """Return the mean over an update's minibatches of each quantity, {name: float}."""
     return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
+
+
+class Together:
+    """The paper's schedule: all levels in every iteration.
+
+    --control auto: β_l = Cov(Â^l, Ã^{l−1}) / Var(Ã^{l−1}), which leaves the least variance; the sum
+    is right with any β. --num-steps auto: T^l ∝ √(V_l / C_l), V_l the variance of a row of level l
+    in the sum, C_l the cost of its step (Giles 2015, Acta Numerica 24; with two levels Peherstorfer,
+    Willcox & Gunzburger 2016). Both by means over the iterations so far, recent ones count more."""
+
+    best = None
+
+    def __init__(self, args):
+        self.args, L = args, len(args.levels)
+        # Of the advantages of own rows and partners, per level. Before the first rows are there,
+        # T^l is chosen as for a correlation of 0.9.
+        self.covariances = torch.tensor([[[1.0, 0], [0, 0]], *[[[1.0, 0.9], [0.9, 1.0]]] * (L - 1)])
+        self.measured, self.controls = False, [1.0] * (L - 1)
+
+    def plan(self):
+        """Return what the next iteration does."""
+        args, first = self.args, self.args.num_steps[0]
+        num_steps = [*args.num_steps]
+        if "auto" in num_steps:
+            costs = torch.tensor(args.level_costs[: len(args.levels)])
+            costs[1:] += costs[:-1].clone()
+            controls = torch.tensor([0.0, *self.controls])
+            (var, cov), (_, sync) = self.covariances.permute(1, 2, 0)
+            rest = [math.prod(self.controls[l:]) for l in range(len(args.levels))]
+            variances = torch.tensor(rest) ** 2 * (var - 2 * controls * cov + controls**2 * sync)
+            ratio = (variances / costs).clamp(min=0).sqrt()
+            unit = args.num_minibatches * num_ranks()
+            unit //= math.gcd(unit, args.num_envs)  # N T must be so many equal parts
+            steps = (first * ratio / ratio[0] / unit).nan_to_num().round().clamp(1, first // unit)
+            num_steps[1:] = [int(T) * unit for T in steps[1:]]
+        return Plan([*range(len(args.levels))], num_steps, self.controls)
+
+    def begin(self, run):
+        """Return what is logged at first."""
+        return {}
+
+    def review(self, run, batches):
+        """Take in an iteration's rows. Returns what is logged of it."""
+        own, sync = ([b["advantages"] for b in batches[i::2]] for i in (0, 1))
+        now = self.covariances.clone()
+        now[0, 0, 0] = own[0].var()
+        for l, pair in enumerate(zip(own[1:], sync), start=1):
+            now[l] = torch.cov(torch.stack(pair))
+        share = 0.1 if self.measured else 1
+        self.covariances, self.measured = self.covariances.lerp(now, share), True
+        if self.args.control == "auto":
+            betas = self.covariances[1:, 0, 1] / self.covariances[1:, 1, 1]
+            self.controls = betas.nan_to_num().clamp(0, 1).tolist()
+        return {}
+
+    def get_state(self):
+        return {k: v for k, v in vars(self).items() if k != "args"}
+
+
+class Climb:
+    """The schedule that finds out which level pays: one level at a time, at first the coarsest.
+
+    A check plays episodes on the finest level, always the same starts, with the policy's mode.
+    Between two checks lies a window of training on one level, as long as a few iterations on the
+    next one take. What the checks' mean gains per second of a window, simulation and update, is the
+    level's rate; a level is productive while its gain is above its standard error. The run stays on
+    a productive level. Once the rate is below half of the level's best, the next level is tried for
+    a window, and kept if it gives more. Where a level is not productive, the last cheaper one that
+    was gets a window, and the run stays there if it is again; else it goes up. A change of level
+    starts from the best parameters so far, which are the run's result."""
+
+    WINDOW, CHECKS = 5, 4  # a window takes that many iterations on the next level, or checks
+    ERRORS = 1.0  # standard errors that a productive window gains
+
+    def __init__(self, args):
+        L = len(args.levels)
+        self.args, self.level, self.window, self.spent = args, 0, 0.0, 0.0
+        self.returns = None  # of the last check, (E,)
+        self.best = self.best_optimizer = self.best_return = None
+        self.peaks, self.productive = [0.0] * L, [False] * L  # best rate; at its last window
+        self.patience, self.waiting = [1] * L, [0] * L  # windows until the next level is tried
+        self.home = None  # level index and rate from where another level is tried
+
+    def plan(self):
+        """Return what the next iteration does."""
+        return Plan([self.level], [self.args.num_steps[self.level]], [])
+
+    def begin(self, run):
+        """Make the first check. Returns what is logged of it."""
+        self.check(run)
+        self.set_window()
+        return {"level": self.args.levels[0], "check_return": self.best_return}
+
+    def review(self, run, batches):
+        """After an iteration: if the window is over, check the policy and choose the level."""
+        row = {"level": self.args.levels[self.level]}
+        self.spent += self.seconds(self.level)
+        if self.spent < self.window and run.share_done() < 1:
+            return row
+        gain = -self.returns + self.check(run)
+        rate = float(gain.mean()) / self.spent
+        error = float(gain.std()) / len(gain) ** 0.5 / self.spent
+        row["check_return"], self.spent = float(self.returns.mean()), 0.0
+        self.choose(run, rate, error)
+        return row
+
+    def check(self, run):
+        """Return the returns of a check, (E,); keep the parameters if they are the best so far."""
+        self.returns = run.check()
+        if self.best is None or self.returns.mean() > self.best_return:
+            self.best_return = float(self.returns.mean())
+            states = run.model.state_dict(), run.optimizer.state_dict()
+            self.best, self.best_optimizer = copy.deepcopy(states)
+            self.best_returns = self.returns
+        return self.returns
+
+    def choose(self, run, rate, error):
+        """Stay on the level, or go to another one, by what the window has gained."""
+        level, last, home = self.level, len(self.args.levels) - 1, self.home
+        self.home, gained = None, f"{rate:.2g} ± {error:.2g} per second"
+        self.productive[level] = productive = rate > self.ERRORS * error
+        self.peaks[level] = max(rate, self.peaks[level])
+        self.waiting[level] -= 1
+        cheaper = [i for i in range(level) if self.productive[i]]
+        if home and home[0] < level and rate <= home[1]:
+            self.waiting[home[0]] = self.patience[home[0]] = 2 * self.patience[home[0]]
+            self.go(run, home[0], f"{gained} is no more than there")
+        elif home and home[0] > level and not productive:
+            self.go(run, min(home[0] + 1, last), f"{gained} is not productive any more")
+            self.set_window()
+        elif (
+            productive and level < last and rate < self.peaks[level] / 2 and self.waiting[level] < 1
+        ):
+            self.home = level, rate
+            self.go(run, level + 1, f"{gained} is below half of {self.peaks[level]:.2g}, a try")
+        elif not productive and cheaper:
+            self.home = level, rate
+            self.go(run, cheaper[-1], f"{gained} is not productive, a try")
+        elif not productive and level < last:
+            self.go(run, level + 1, f"{gained} is not productive")
+            self.set_window()
+        elif home:
+            self.set_window()
+
+    def go(self, run, level, why):
+        """Go to another level, from the best parameters."""
+        names = self.args.levels
+        best = f"best check {self.best_return:.4f}"
+        run.say(f"level {names[self.level]} -> {names[level]} ({best}): {why}")
+        self.level, self.returns = level, self.best_returns
+        run.model.load_state_dict(self.best)
+        run.optimizer.load_state_dict(self.best_optimizer)
+        run.recent.clear()
+
+    def set_window(self):
+        """Set what a window takes on this level, and on one that is tried from it."""
+        following = min(self.level + 1, len(self.args.levels) - 1)
+        self.window = max(self.WINDOW * self.seconds(following), self.CHECKS * self.seconds(None))
+
+    def seconds(self, level):
+        """Return what an iteration on a level index takes, or (None) a check."""
+        args, (*steps, update) = self.args, self.args.level_costs
+        processes = max(1, args.num_workers) * num_ranks()
+        if level is None:
+            return self.check_steps * steps[-1] / processes
+        return args.num_envs * args.num_steps[level] * steps[level] / processes + update
+
+    def get_state(self):
+        """Return what a resumed run needs."""
+        return {name: value for name, value in vars(self).items() if name != "args"}
 
 
 # ------------------------------------------------------------------------------------ model
@@ -820,10 +1028,11 @@ class Games:
             for m, member in enumerate(self.arrays):
                 level = levels[m // 2]  # member 2l − 1 is one level below member 2l
                 games = [(args, level, n, int(seeds[m][n]), member) for n in rows]
+                games = [] if m % 2 and args.schedule == "climb" else games  # one level at a time
                 self.members.append([Game(*game, **options) for game in games])
         except (Exception, SystemExit) as error:
             raise game_error("a game cannot be made", error) from None
-        self.games = self.members[0]
+        self.games, self.actors = self.members[0], [*zip(*filter(None, self.members))]
         self.maps = hasattr(self.games[0].env.unwrapped, "map_from")
 
     def call(self, command, *arguments):
@@ -839,7 +1048,7 @@ class Games:
         """Start all games from their seeds, each partner where its fine game starts; actors that
         have one of the N `states` go on from it."""
         starting = []
-        for i, actor in enumerate(zip(*self.members)):
+        for i, actor in enumerate(self.actors):
             try:
                 for game, state in zip(actor, (states or {})[actor[0].n], strict=True):
                     game.set_state(state)
@@ -847,20 +1056,22 @@ class Games:
                 starting.append(i)
                 if states and states[actor[0].n]:
                     report(f"{actor[0].name} starts a new episode: {one_line(error)}")
-        for games in self.members:
-            for i in starting:
-                self.busy = games[i], "reset"
-                games[i].reset(games[i].seed)
+        for i in starting:
+            for game in self.actors[i]:
+                self.busy = game, "reset"
+                game.reset(game.seed)
         for level in range(1, len(self.members) // 2 + 1):
             self.start_partners(level, starting)
 
     def get_state(self):
         """Return what `start` needs to go on with these actors, None for one that cannot tell."""
-        states = [[game.get_state() for game in actor] for actor in zip(*self.members)]
+        states = [[game.get_state() for game in actor] for actor in self.actors]
         return [None if None in actor else actor for actor in states]
 
     def start_partners(self, level, actors):
         """Start an episode of these actors' partners at the start of the fine game's episode."""
+        if not self.members[2 * level - 1]:
+            return
         with self.metered(2 * level - 1):
             for i in actors:
                 fine, partner = self.members[2 * level][i], self.members[2 * level - 1][i]
@@ -886,8 +1097,9 @@ class Games:
     def step(self, level=0, synchronize=False):
         """Step the games of a level index once, then their partners, and map these if asked to."""
         for m in (2 * level, 2 * level - 1) if level else (0,):
-            with self.metered(m, len(self.games)):
-                self.step_member(m)
+            if self.members[m]:
+                with self.metered(m, len(self.games)):
+                    self.step_member(m)
         if level:
             # Where the fine episode ended, the partner's ends with it and a new pair starts.
             own, sync = (self.arrays[m] for m in (2 * level, 2 * level - 1))
@@ -934,25 +1146,36 @@ def members(arrays):
     return [{name: array[m] for name, array in arrays.items()} for m in range(len(arrays["obs"]))]
 
 
-def simulated(pool):
-    """Return seconds spent on simulating and steps taken so far by each member, (2L − 1,) each."""
-    return [pool.arrays[name].sum(axis=1) for name in ("seconds", "steps")]
-
-
-def costs(run, before):
-    """Return what was simulated since then, by all ranks: seconds, and steps of the finest level.
-    Each step counts as what one of its member takes on average in this run."""
-    (seconds, steps), finest = simulated(run.pool), members(run.pool.arrays)[-1]
-    if run.args.eval_level > run.args.levels[-1]:
-        finest = run.eval_pool.arrays
-        for _ in range(0 if hasattr(run, "metered") else 2):  # the first includes what is done once
-            finest["seconds"][:], finest["steps"][:] = 0, 0
-            evaluate(run.model, run.eval_pool, run=run)
-        run.metered = True
-    unit = finest["seconds"].sum() / finest["steps"].sum()
-    cost = ((steps - before[1]) * seconds / steps).sum() / unit
-    spent = gathered_objects([(seconds - before[0]).sum(), cost])
-    return dict(zip(("sim_seconds", "sim_cost"), np.sum(spent, axis=0).tolist()))
+def measured_costs(args, model):
+    """Return the seconds of a step on each level, and then of an update with all that an iteration
+    does beside simulating; of these levels and --eval-level. Neither the model nor a generator
+    changes. Fields that are prepared here are there in worker processes that are started later."""
+    model, generator, costs = copy.deepcopy(model), torch.Generator(), []
+    for level in sorted({*args.levels, args.eval_level}):
+        seeds = game_seeds(args, 0)[:1]
+        with closing(make_pool(args, model, seeds, 0, [level])) as pool:
+            pool.call("start")
+            for T in (2, 3):
+                pool.arrays["seconds"][:] = pool.arrays["steps"][:] = 0
+                rollout(model, pool, 0, T, args, generator)
+            costs.append(float(pool.arrays["seconds"].sum() / pool.arrays["steps"].sum()))
+            if level == args.levels[0]:
+                began, before = time.perf_counter(), pool.arrays["seconds"].sum()
+                batch = make_batch(
+                    rollout(model, pool, 0, args.num_steps[0], args, generator)[0][0],
+                    model.inputs,
+                    args,
+                )
+                update(
+                    model,
+                    make_optimizer(model),
+                    batch,
+                    Plan([0], [args.num_steps[0]], []),
+                    args,
+                    generator,
+                )
+                overhead = time.perf_counter() - began - (pool.arrays["seconds"].sum() - before)
+    return [*costs, float(overhead)]
 
 
 def time_split(run, sim_seconds, sampled):
@@ -1129,7 +1352,7 @@ def averaged(tensor):
 # ------------------------------------------------------------------------------------ run folder
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
 COUNTERS |= {"sim_seconds": 0.0, "sim_cost": 0.0}
-CHARTS = "episodic_return episodic_length eval_return learning_rate".split()
+CHARTS = "episodic_return episodic_length eval_return check_return level learning_rate".split()
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
 TIMES = ("simulation_seconds", "policy_seconds", "update_seconds")
 COLUMNS = [*COUNTERS, *TIMES, "sps", *CHARTS, *LOSSES]  # of progress.csv
@@ -1146,8 +1369,9 @@ class Run(AbstractContextManager):
         """The pool of evaluation games, made for the first evaluation."""
         return self.stack.enter_context(closing(make_eval_pool(self.args, self.model)))
 
-    def __init__(self, args, model, optimizer, generator):
+    def __init__(self, args, model, optimizer, generator, rule):
         self.args, self.model, self.optimizer, self.generator = args, model, optimizer, generator
+        self.rule, self.result = rule, copy.deepcopy(model)
         self.counters, self.history, self.recent = dict(COUNTERS), [], []
         self.signal, self.saved, self.run_dir = None, None, Path(args.resume or run_path(args))
         with ExitStack() as self.stack:  # which closes what is open if this block fails
@@ -1158,9 +1382,13 @@ class Run(AbstractContextManager):
             if num_ranks() > 1:
                 dist.init_process_group(timeout=datetime.timedelta(days=1))
                 self.stack.callback(dist.destroy_process_group)
+            if args.level_costs is None:
+                args.level_costs = gathered_objects(measured_costs(args, model))[0]
             seeds = game_seeds(args, self.counters["starts"])
             pool = make_pool(args, model, seeds, args.num_workers)
             self.pool = self.stack.enter_context(closing(pool))
+            if args.schedule == "climb":
+                self.check_pool = self.stack.enter_context(closing(make_check_pool(args, model)))
             if rank() == 0:
                 self.open_files()
             for name, array in arrays.items():
@@ -1190,12 +1418,48 @@ class Run(AbstractContextManager):
         """Return whether there is another iteration, which begins now; at first start the games."""
         if self.started is None:
             self.pool.call("start", self.states)
-        if self.iteration == 0 and self.args.eval_every and not self.history:
-            self.log(dict(self.counters))
+        if not self.history:
+            row = self.rule.begin(self)
+            self.log(row | self.counters)
         self.started = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
         self.signal = agreed or self.signal
-        return self.iteration < self.args.num_iterations and not agreed
+        return self.share_done() < 1 and not agreed
+
+    def share_done(self):
+        """Return which share of the run's length is complete."""
+        if self.args.total_cost:
+            return self.counters["sim_cost"] / self.args.total_cost
+        return self.iteration / self.args.num_iterations
+
+    def charge(self, pool, levels=None):
+        """Count what the games of a pool have simulated since the last time, seconds and steps of
+        the finest level. Returns the seconds."""
+        seconds, steps = (pool.arrays[name].sum(axis=-1) for name in ("seconds", "steps"))
+        costs = self.args.level_costs
+        if levels is None:
+            cost = sum(n * costs[m // 2] for m, n in enumerate(steps))
+        else:
+            cost = steps * costs[-2]
+        pool.arrays["seconds"][:] = pool.arrays["steps"][:] = 0
+        both = np.sum(gathered_objects([seconds.sum(), cost / costs[-2]]), axis=0).tolist()
+        self.counters["sim_seconds"] += both[0]
+        self.counters["sim_cost"] += both[1]
+        return both[0]
+
+    def check(self):
+        """Play the check's episodes with the policy's mode. Returns their returns (E,), steps."""
+        returns, _ = evaluate(self.model, self.check_pool)
+        returns = np.concatenate(gathered_objects(returns))
+        steps = sum(gathered_objects(self.check_pool.arrays["steps"].sum()))
+        self.charge(self.check_pool, "check")
+        self.rule.check_steps = float(steps)
+        return torch.from_numpy(returns)
+
+    def say(self, text):
+        """Print a line."""
+        if rank() == 0 and not self.args.quiet:
+            print(text, flush=True)
 
     def end_iteration(self, row, episodes, tags=None, **counts):
         """Add up the `counts`, log the row and the episodes' (return, length), save at times."""
@@ -1213,13 +1477,14 @@ class Run(AbstractContextManager):
 
     def log(self, row, tags=None):
         """Evaluate if it is due, write and print the row; TensorBoard also gets {tag: value}."""
-        args, done, total = self.args, self.iteration, self.args.num_iterations
+        args, done = self.args, self.iteration
         self.history.append(row)
         if rank() > 0:
             return
         try:
-            if args.eval_every and (done % args.eval_every == 0 or done == total):
-                returns, cut = evaluate(self.model, self.eval_pool, run=self)
+            if args.eval_every and (done % args.eval_every == 0 or self.share_done() >= 1):
+                self.result.load_state_dict(self.rule.best or self.model.state_dict())
+                returns, cut = evaluate(self.result, self.eval_pool, run=self)
                 row |= {"eval_cut": cut} if cut else {}
                 row |= {} if self.signal else {"eval_return": float(returns.mean())}
         finally:
@@ -1230,10 +1495,11 @@ class Run(AbstractContextManager):
         for tag, value in tags.items():
             if value is not None and math.isfinite(value):
                 self.events.add_scalar(tag, value, row["global_step"])
-        line = f"update {done}/{total}  steps {row['global_step']:,}"
-        for name in ("sps", "episodic_return", "eval_return", "eval_cut"):
+        share = self.share_done()
+        line = f"update {done} ({share:.0%})  steps {row['global_step']:,}"
+        for name in ("level", "sps", "episodic_return", "check_return", "eval_return", "eval_cut"):
             line += f"  {name} {row[name]:,.6g}" if name in row else ""
-        left = round(row["wall_seconds"] / max(done, 1) * (total - done))
+        left = round(row["wall_seconds"] * (1 / share - 1)) if done else 0
         line += f"  ETA {datetime.timedelta(seconds=left)}" if done else ""
         args.quiet or print(line, flush=True)
 
@@ -1268,7 +1534,11 @@ class Run(AbstractContextManager):
             games = torch.frombuffer(bytearray(pickle.dumps(games)), dtype=torch.uint8)
         if rank() == 0:
             self.events.flush()  # a checkpoint must not be ahead of TensorBoard's file
-            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+            state = {
+                "model": self.rule.best or self.model.state_dict(),
+                "rule": self.rule.get_state(),
+            }
+            state |= {"current": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
             state |= {"generator": self.generator.get_state(), "counters": self.counters}
             history = json.loads(json.dumps(self.history, default=float))  # plain numbers
             state |= {"history": history, "recent": self.recent, "games": games}
@@ -1286,7 +1556,8 @@ class Run(AbstractContextManager):
         fits = len(parts) == num_ranks()
         if not fits and "reward_norm.discounted" in state["model"]:  # of episodes that are lost
             state["model"]["reward_norm.discounted"].zero_()
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(state["current"])
+        vars(self.rule).update(state["rule"] or {})
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
@@ -1332,6 +1603,7 @@ def load_checkpoint(run_dir):
 
 # ------------------------------------------------------------------------------------ evaluation
 EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every run
+CHECK_SEED = 20_000  # so have those of a climb's checks
 EVAL_STEPS = 10_000  # an evaluation takes no more, to end always
 
 
@@ -1339,6 +1611,15 @@ def make_eval_pool(args, model, episodes=None, **options):
     """Return the pool of evaluation games; its arrays are those of the only member, (E, ...)."""
     seeds = EVAL_SEED + np.arange(episodes or args.eval_episodes)[np.newaxis]
     pool = make_pool(args, model, seeds, 0, [args.eval_level], evaluation=True, **options)
+    pool.arrays = members(pool.arrays)[0]
+    return pool
+
+
+def make_check_pool(args, model):
+    """Return the pool of this rank's games of a check, on the finest level."""
+    share = own_games(args.check_episodes)
+    seeds = CHECK_SEED + np.arange(args.check_episodes)[np.newaxis, share]
+    pool = make_pool(args, model, seeds, args.num_workers, args.levels[-1:], validation=True)
     pool.arrays = members(pool.arrays)[0]
     return pool
 
@@ -1431,18 +1712,18 @@ def export_onnx(path, model, inputs):
     torch.onnx.export(model, (*map(torch.from_numpy, inputs.values()),), str(path), **options)
 
 
-def level_tags(levels, episodes, batches):
+def level_tags(names, levels, episodes, batches):
     """Return what TensorBoard shows of each level: its episodes' return, and V_l / V_1. V_l =
     Var(Â^l − Ã^{l−1}) is what the level's correction adds to the variance per row, V_1 = Var(Â^1):
     a level pays if its V_l is small, and needs few steps in proportion to it."""
     tags = {}
-    for l, level in enumerate(levels):  # noqa: E741, the paper's l
-        if episodes[l]:
-            tags[f"levels/return_{level}"] = float(np.mean(episodes[l], axis=0)[0])
-        if l > 0:
-            difference = batches[2 * l]["advantages"] - batches[2 * l - 1]["advantages"]
+    for i, level in enumerate(levels):
+        if episodes[i]:
+            tags[f"levels/return_{names[level]}"] = float(np.mean(episodes[i], axis=0)[0])
+        if i > 0:
+            difference = batches[2 * i]["advantages"] - batches[2 * i - 1]["advantages"]
             ratio = difference.var() / batches[0]["advantages"].var()
-            tags[f"levels/variance_ratio_{level}"] = float(ratio)
+            tags[f"levels/variance_ratio_{names[level]}"] = float(ratio)
     return tags
 
 
@@ -1736,10 +2017,10 @@ class Grid:
 
 
 @functools.cache  # so that a field's pressure matrix is factored once in a process
-def _shared_grid(case, level, evaluation):
+def _shared_grid(case, level, seed):
     if level < len(case.grids):
-        return Grid(case, level, _shared_grid(case, len(case.grids), evaluation).perm)
-    return Grid(case, level, case.fields(case, case.n_fields, int(evaluation)))  # seed 0 or 1
+        return Grid(case, level, _shared_grid(case, len(case.grids), seed).perm)
+    return Grid(case, level, case.fields(case, case.n_fields, seed))
 
 
 class ResSim(gym.Env):
@@ -1751,19 +2032,29 @@ class ResSim(gym.Env):
     case        a `Case` or a name in CASES
     level       1 = coarsest .. len(case.grids) = finest (default); spaces are the same on all
     evaluation  draw from the evaluation fields instead of the training fields
+    validation  draw from a third set of fields, those of a climb's checks
     perm        own fields (K, ny, nx) [m²] on the finest grid, or on this level's; else ValueError
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 2}
 
-    def __init__(self, case="ResSim-v1", level=None, evaluation=False, perm=None, render_mode=None):
+    def __init__(
+        self,
+        case="ResSim-v1",
+        level=None,
+        evaluation=False,
+        validation=False,
+        perm=None,
+        render_mode=None,
+    ):
         self.case = case = CASES[case] if isinstance(case, str) else case
         level = len(case.grids) if level is None else level
         if level not in range(1, len(case.grids) + 1):
             raise ValueError(f"level must be 1..{len(case.grids)}, got {level}")
-        self.evaluation, self.render_mode, self.t = evaluation, render_mode, None
+        self.fields = 2 if validation else int(evaluation)  # the seed of the set
+        self.render_mode, self.t = render_mode, None
         if perm is None:
-            self.grid = _shared_grid(case, level, evaluation)
+            self.grid = _shared_grid(case, level, self.fields)
         else:
             if np.iscomplexobj(perm):
                 raise ValueError("perm must be real")
@@ -1782,7 +2073,7 @@ class ResSim(gym.Env):
         super().reset(seed=seed)
         n_fields = len(self.grid.perm)
         self.field = int(self.np_random.integers(n_fields))
-        if self.evaluation and seed is not None:
+        if self.fields and seed is not None:
             self.field = seed % n_fields  # consecutive seeds of an evaluation visit every field
         self.field = int((options or {}).get("field", self.field))
         if self.field not in range(n_fields):
@@ -1814,7 +2105,7 @@ class ResSim(gym.Env):
 
     def map_from(self, other):
         """Take over the state of another level, coarsened or refined; ValueError: another case."""
-        same = self.case == other.case and self.evaluation == other.evaluation
+        same = self.case == other.case and self.fields == other.fields
         if not same or len(self.grid.perm) != len(other.grid.perm) or other.t is None:
             raise ValueError("map_from needs the same simulation (case, fields), after its reset")
         change = coarsen if other.grid.level >= self.grid.level else refine
@@ -1902,28 +2193,54 @@ def number(kind, low=-1e300, high=1e300):
     return parse
 
 
+def or_auto(kind):
+    """Return an argparse type: `kind`, or the word auto."""
+    parse = functools.wraps(kind)(lambda text: text if text == "auto" else kind(text))
+    parse.__name__ = f"auto or {kind.__name__}"
+    return parse
+
+
 def parse_args(argv=None):
     """Parse and check the command line (default: the program's)."""
     parser = make_parser()
     args = parse_with_run(parser, argv)
     complete(parser, args)
     for level, T in reversed([*enumerate(args.num_steps)]):
-        check_rows(parser, args, args.num_envs * T, "rows of a finer level" if level else "rows")
+        T == "auto" or check_rows(
+            parser, args, args.num_envs * T, "rows of a finer level" if level else "rows"
+        )
     # All actors' steps, coarse partners' included: N Σ_l (T^l + T̃^{l−1}).
-    rows = args.num_envs * (2 * sum(args.num_steps) - args.num_steps[0])
-    if args.total_timesteps or args.num_iterations is None:
-        args.num_iterations = max(1, (args.total_timesteps or 200 * rows) // rows)
+    steps = [T for T in args.num_steps if T != "auto"]
+    rows = args.num_envs * (2 * sum(steps) - steps[0])
+    if args.schedule == "climb":
+        rows = args.num_envs * max(steps)
+    if args.total_timesteps:
+        args.num_iterations = max(1, args.total_timesteps // rows)
+    elif not args.total_cost and not args.num_iterations:
+        if args.schedule == "climb":
+            args.total_cost = 100.0 * rows
+        else:
+            args.num_iterations = 200
     return args
 
 
 def complete(parser, args):
     """Fill in the levels, steps and coupling that were not given; refuse what does not fit."""
     defaults = DEFAULTS.get(args.env, {"levels": None, "num_steps": None})
+    if args.levels is None and args.schedule != "together" and args.env in CASES:
+        args.levels = [*range(1, len(CASES[args.env].grids) + 1)]
     args.levels = args.levels or defaults["levels"]
     if args.levels is None or args.levels != sorted(set(args.levels)):
         parser.error(f"argument --levels: name the levels of {args.env} to use, coarse to fine")
+    args.schedule = args.schedule or ("climb" if len(args.levels) > 1 else "together")
+    if args.schedule == "climb":
+        args.num_steps = args.num_steps or [50]
+        if len(args.num_steps) == 1:
+            args.num_steps = args.num_steps * len(args.levels)
     if args.num_steps is None and args.levels == defaults["levels"]:
         args.num_steps = defaults["num_steps"]
+    if args.num_steps is not None and len(args.num_steps) == 2 and args.num_steps[1] == "auto":
+        args.num_steps = args.num_steps[:1] + ["auto"] * (len(args.levels) - 1)
     if args.num_steps is None or len(args.num_steps) != len(args.levels):
         parser.error(f"argument --num-steps: give one number per level of {args.levels}")
     args.eval_level, spaces = args.eval_level or args.levels[-1], []

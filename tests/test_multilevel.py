@@ -20,6 +20,7 @@ SMALL = (
     "-1 --learning-rate 1e-3 --no-anneal-lr --num-iterations 3 --clip-coef 0.1 --ent-coef 0.001 "
     "--vf-coef 0.5 --no-clip-vloss --target-kl 1000 --quiet"
 ).split()
+TOGETHER = [*SMALL, "--schedule", "together", "--control", "1"]
 
 
 NUMBERS = itertools.count()
@@ -45,7 +46,9 @@ def started(args):
 def collect(args):
     """Return the batches of one iteration, the model, the pool and each level's episodes."""
     model, pool = started(args)
-    batches, episodes = ml.rollouts(model, pool, args, torch.Generator().manual_seed(1))
+    batches, episodes = ml.rollouts(
+        model, pool, ml.Together(args).plan(), args, torch.Generator().manual_seed(1)
+    )
     return batches, model, pool, episodes
 
 
@@ -93,7 +96,7 @@ def test_identical_levels_have_no_correction(monkeypatch, coupling):
     """Levels that are the same simulation make every term of every correction exactly zero."""
     env = install(monkeypatch, lambda level, evaluation=False: ml.ResSim("ResSim-v1", 1))
     options = ["--levels", "1", "2", "3", "--num-steps", "10", "7", "5", "--coupling", coupling]
-    args = ml.parse_args([*SMALL, "--env", env, *options, "--num-workers", "0"])
+    args = ml.parse_args([*TOGETHER, "--env", env, *options, "--num-workers", "0"])
     batches, model, *_ = collect(args)
     for level in (1, 2):
         for name in batches[0]:
@@ -119,7 +122,7 @@ def test_identical_levels_have_no_correction(monkeypatch, coupling):
 def test_different_levels_have_a_correction(coupling):
     """The same check is not empty: real levels differ, less with `step` than with `noise`."""
     options = ["--levels", "1", "2", "--num-steps", "10", "5", "--coupling", coupling]
-    args = ml.parse_args([*SMALL, "--env", "ResSim-v1", *options, "--num-workers", "0"])
+    args = ml.parse_args([*TOGETHER, "--env", "ResSim-v1", *options, "--num-workers", "0"])
     (_, sync, own), *_ = collect(args)
     assert torch.equal(sync["actions"], own["actions"]) == (coupling == "step")
     assert not torch.equal(sync["advantages"], own["advantages"])
@@ -162,11 +165,13 @@ def tape(monkeypatch, coupling, num_steps):
     """Play one actor on two levels. Return what happened on level 2, the batches and rollouts."""
     env = install(monkeypatch, lambda level: Tape(level))
     options = ["--levels", "1", "2", "--num-steps", "1", str(num_steps), "--coupling", coupling]
-    args = ml.parse_args([*SMALL, "--env", env, *options, "--num-envs", "1", "--norm-adv", "off"]
+    args = ml.parse_args([*TOGETHER, "--env", env, *options, "--num-envs", "1", "--norm-adv", "off"]
                          + ["--num-workers", "0", "--num-minibatches", "1"])  # fmt: skip
     model, pool = started(args)
     Tape.events.clear()
-    buffers, episodes = ml.rollout(model, pool, 1, args, torch.Generator().manual_seed(0))
+    buffers, episodes = ml.rollout(
+        model, pool, 1, args.num_steps[1], args, torch.Generator().manual_seed(0)
+    )
     return list(Tape.events), buffers, episodes
 
 
@@ -192,10 +197,12 @@ def test_step_coupling_partner_bootstraps_from_its_own_state(monkeypatch):
     """A partner's next value is that of where its own step led, at every row."""
     env = install(monkeypatch, lambda level: Tape(level))
     options = ["--levels", "1", "2", "--num-steps", "1", "5", "--num-workers", "0"]
-    args = ml.parse_args([*SMALL, "--env", env, *options, "--num-envs", "2", "--norm-adv", "off"]
+    args = ml.parse_args([*TOGETHER, "--env", env, *options, "--num-envs", "2", "--norm-adv", "off"]
                          + ["--num-minibatches", "1"])  # fmt: skip
     model, pool = started(args)
-    (own, sync), _ = ml.rollout(model, pool, 1, args, torch.Generator().manual_seed(0))
+    (own, sync), _ = ml.rollout(
+        model, pool, 1, args.num_steps[1], args, torch.Generator().manual_seed(0)
+    )
     where = sync["obs"].clone()  # t + 1, x + a / level
     where[..., 0] += 1
     where[..., 1] += sync["actions"][..., 0].clamp(-10, 10)
@@ -226,7 +233,7 @@ def test_noise_coupling_discrete_actions(monkeypatch):
     maker = lambda level: gym.make("CartPole-v1").unwrapped  # noqa: E731, no map_from
     env = install(monkeypatch, maker)
     options = ["--levels", "1", "2", "--num-steps", "9", "30", "--num-workers", "0"]
-    args = ml.parse_args([*SMALL, "--env", env, *options])
+    args = ml.parse_args([*TOGETHER, "--env", env, *options])
     assert args.coupling == "noise"  # without map_from there is no other
     (_, sync, own), _, _, episodes = collect(args)
     for name in own:  # the levels are the same, seeds and noise are common
@@ -237,12 +244,14 @@ def test_noise_coupling_discrete_actions(monkeypatch):
 def test_levels_keep_their_own_episodes():
     """With T^l short of an episode, the next iteration goes on where the level stopped."""
     options = ["--levels", "1", "2", "--num-steps", "4", "2", "--num-workers", "0"]
-    args = ml.parse_args([*SMALL, "--env", "ResSim-v1", *options])
+    args = ml.parse_args([*TOGETHER, "--env", "ResSim-v1", *options])
     _, model, pool, episodes = collect(args)
     games = pool.games.members
     assert [games[m][0].env.t for m in (0, 1, 2)] == [4, 2, 2]
     assert not any(episodes)
-    _, episodes = ml.rollouts(model, pool, args, torch.Generator().manual_seed(3))
+    _, episodes = ml.rollouts(
+        model, pool, ml.Together(args).plan(), args, torch.Generator().manual_seed(3)
+    )
     assert [games[m][0].env.t for m in (0, 1, 2)] == [3, 4, 4]
     assert [[length for _, length in ended] for ended in episodes] == [[5] * 6, []]
 
@@ -298,7 +307,7 @@ def test_signed_sum_is_algorithm_4():
     ):
         expected = np.concatenate([g[f"{part}/{name}"] for part in parts])
         np.testing.assert_allclose(factor * term.detach(), expected, rtol=2e-4, atol=2e-6)
-    weights = ml.signed_weights([16, 8, 4], num_envs=1, num_minibatches=1)
+    weights = ml.signed_weights([16, 8, 4], 1, 1, [1, 1])
     loss = (weights * (pg_loss + 1.0 * v_loss - 0.001 * entropy)).mean()
     np.testing.assert_allclose(loss.item(), g["loss_mlmc"], rtol=1e-5)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3, eps=1e-5, fused=True)
@@ -317,8 +326,8 @@ def test_signed_sum_is_algorithm_4():
 
 def test_weights_telescope():
     """Own rows of a level and the partner rows one level up cancel; level 1 alone weighs 1."""
-    assert torch.equal(ml.signed_weights([50], 5, 10), torch.ones(25))
-    weights = ml.signed_weights([80, 10, 5], num_envs=50, num_minibatches=10)
+    assert torch.equal(ml.signed_weights([50], 5, 10, []), torch.ones(25))
+    weights = ml.signed_weights([80, 10, 5], 50, 10, [1, 1])
     sizes = [400, 50, 50, 25, 25]
     assert len(weights) == sum(sizes)
     sums = [part.sum().item() / len(weights) for part in weights.split(sizes)]
@@ -356,7 +365,9 @@ def test_one_normaliser_keeps_the_correction():
     args = ml.parse_args(["--env", "ResSim-v1", *options, "--num-envs", "1"]
                          + ["--num-minibatches", "1", "--update-epochs", "1"])  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), 1e-9, fused=True)
-    seen = ml.update(model, optimizer, batch, args, torch.Generator().manual_seed(0))
+    seen = ml.update(
+        model, optimizer, batch, ml.Together(args).plan(), args, torch.Generator().manual_seed(0)
+    )
     # −mean(base normalised) − mean(own − sync) / std = −0.5 / std
     assert seen["policy_loss"] == pytest.approx(-0.5 / base.std().item(), rel=1e-4)
 
@@ -383,7 +394,7 @@ def policy_term(model, batch, weights, bounded):
 
 def test_bounded_correction_has_algorithm_4s_gradient_at_the_old_policy():
     """Both forms have the same gradient where the ratio is 1, so the same first step."""
-    weights = ml.signed_weights([8, 4], 2, 1)
+    weights = ml.signed_weights([8, 4], 2, 1, [1])
     model, batch = gaussian_batch(torch.randn(len(weights), generator=torch.manual_seed(1)))
     gradients = []
     for bounded in (False, True):
@@ -398,7 +409,7 @@ def test_bounded_correction_has_algorithm_4s_gradient_at_the_old_policy():
 
 def test_only_the_bounded_correction_is_bounded():
     """A partner's row of negative advantage and ratio e⁵ pulls the literal sum down without end."""
-    weights = ml.signed_weights([8, 4], 2, 1)  # 16 own, 8 partner, 8 own rows
+    weights = ml.signed_weights([8, 4], 2, 1, [1])  # 16 own, 8 partner, 8 own rows
     advantages = torch.zeros(len(weights))
     advantages[16:24] = -1.0
     model, batch = gaussian_batch(advantages, logratio=5.0)
@@ -413,7 +424,7 @@ def test_update_forms_the_chosen_correction(correction):
     options = ["--levels", "1", "2", "--num-steps", "8", "4", "--num-workers", "0", "--env"]
     options += ["ResSim-v1", "--num-envs", "2", "--num-minibatches", "1", "--update-epochs", "1"]
     args = ml.parse_args([*options, "--correction", correction, "--norm-adv", "off"])
-    weights = ml.signed_weights([8, 4], 2, 1)
+    weights = ml.signed_weights([8, 4], 2, 1, [1])
     model, batch = gaussian_batch(torch.randn(32, generator=torch.manual_seed(1)), logratio=0.3)
     batch["returns"] = torch.randn(32, generator=torch.manual_seed(2))
     generator = torch.Generator().manual_seed(0)
@@ -423,7 +434,9 @@ def test_update_forms_the_chosen_correction(correction):
     v_loss = ml.losses(model, mb, 0.1, False)[1]
     own = weights.clamp(min=0) if correction == "bounded" else weights
     optimizer = torch.optim.Adam(model.parameters(), 1e-9)
-    seen = ml.update(model, optimizer, batch, args, torch.Generator().manual_seed(0))
+    seen = ml.update(
+        model, optimizer, batch, ml.Together(args).plan(), args, torch.Generator().manual_seed(0)
+    )
     assert seen["policy_loss"] == pytest.approx(expected, rel=1e-5)
     assert seen["value_loss"] == pytest.approx((own * v_loss).mean().item(), rel=1e-5)
 
@@ -438,7 +451,9 @@ def test_where_advantages_are_normalised(monkeypatch, norm_adv):
     used, real = [], ml.losses
     monkeypatch.setattr(ml, "losses", lambda model, mb, *a: used.append(mb) or real(model, mb, *a))
     optimizer = torch.optim.Adam(model.parameters(), 1e-9)
-    ml.update(model, optimizer, batch, args, torch.Generator().manual_seed(0))
+    ml.update(
+        model, optimizer, batch, ml.Together(args).plan(), args, torch.Generator().manual_seed(0)
+    )
     rows = ml.minibatches([8, 4], 2, 2, torch.Generator().manual_seed(0))
     for mb, mb_rows in zip(used, rows, strict=True):
         raw = batch["advantages"][mb_rows]
@@ -454,7 +469,7 @@ def small_run(tmp_path, *more):
     """Train three levels for three iterations."""
     options = ["--levels", "1", "2", "3", "--num-steps", "10", "5", "5", "--eval-every", "1"]
     options += ["--eval-episodes", "4", "--log-dir", str(tmp_path), *more]
-    return ml.train(ml.parse_args([*SMALL, "--env", "ResSim-v1", *options]))
+    return ml.train(ml.parse_args([*TOGETHER, "--env", "ResSim-v1", *options]))
 
 
 def test_any_number_of_workers_gives_the_same_parameters(tmp_path):
@@ -480,7 +495,7 @@ def test_action_spaces(tmp_path, spaces):
     """Every kind of action that ppo.py has trains on two levels, within its space."""
     options = ["--env", f"envs:make_{spaces}", "--levels", "1", "2", "--num-steps", "8", "4"]
     options += ["--log-dir", str(tmp_path), "--num-workers", "0"]
-    run = ml.train(ml.parse_args([*SMALL, *options]))
+    run = ml.train(ml.parse_args([*TOGETHER, *options]))
     assert all(np.isfinite(row["policy_loss"]) for row in run.history[1:])
 
 
@@ -516,7 +531,7 @@ def test_evaluation_uses_other_fields_and_the_finest_level():
     assert sorted(env.field for env in envs) == list(range(16))
     training = ml.ResSim("ResSim-v1", 3).grid.perm
     for env in envs:
-        assert env.grid.shape == (32, 32) and env.evaluation
+        assert env.grid.shape == (32, 32) and env.fields == 1
         assert not any(np.array_equal(env.grid.perm[env.field], k) for k in training)
 
 
@@ -533,7 +548,7 @@ def test_simulation_that_gives_nan(monkeypatch, tmp_path):
     env = install(monkeypatch, lambda level: Broken(level))
     options = ["--levels", "1", "2", "--num-steps", "2", "2", "--eval-every", "0"]
     options += ["--log-dir", str(tmp_path)]
-    args = ml.parse_args([*SMALL, "--env", env, *options, "--num-envs", "3", "--num-workers", "0"])
+    args = ml.parse_args([*TOGETHER, "--env", env, *options, "--num-envs", "3", "--num-workers", "0"])
     with pytest.raises(ml.GameError, match=r"rewards of .*level 2"):
         ml.train(args)
     (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
