@@ -87,11 +87,12 @@ from scipy.sparse.linalg import splu
 from torch import nn
 
 # ------------------------------------------------------------------------------------ options
-DEFAULTS = {  # levels and steps per actor, coarse to fine
-    "ResSim-v1": {"levels": [3, 4, 5], "num_steps": [80, 10, 5]},
-    "ResSim-v2": {"levels": [3, 4], "num_steps": [140, 15]},
-    "ResSim-v3": {"levels": [3, 4], "num_steps": [60, 15]},
-    "ResSim-v4": {"levels": [3, 4], "num_steps": [60, 15]},
+# What follows --env: the length of a climb; the levels of --schedule together and T on their first.
+DEFAULTS = {
+    "ResSim-v1": {"total_cost": 25_000.0, "levels": [2, 5], "num_steps": [100, "auto"]},
+    "ResSim-v2": {"total_cost": 50_000.0, "levels": [1, 4], "num_steps": [100, "auto"]},
+    "ResSim-v3": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, "auto"]},
+    "ResSim-v4": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, "auto"]},
 }
 
 
@@ -120,7 +121,8 @@ def make_parser():
     option("--control", or_auto(number(float, 0, 1)), "auto", text)
     text = "length of the run in steps of the finest level, a coarser step counts less by its cost"
     option("--total-cost", number(float, 1e-300), None, text)
-    text = "what a step on each level and then an update costs, in seconds; None: is measured"
+    text = "seconds that a step takes on each level, all workers together, and then all that an "
+    text += "iteration does beside simulating; None: measured at the start"
     option("--level-costs", number(float, 1e-300), None, text, nargs="+")
     text = "episodes of a check, which tells a climb what the policy is worth on the finest level"
     option("--check-episodes", number(int, 2, 100_000), 16, text)
@@ -226,7 +228,9 @@ def train(args, rule=None):
             row = {"explained_variance": explained_variance(batches[0])}
             if args.norm_value:
                 normalise_values(model, batch, batches[0]["returns"])
-            simulation, sampled = run.charge(run.pool), time.perf_counter()
+            if plan.refit:
+                refit_values(model, batch)
+            (simulation, _), sampled = run.charge(run.pool), time.perf_counter()
             # Learn: K epochs of minibatch steps down the telescoping sum of the levels' losses.
             row |= update(model, optimizer, batch, plan, args, generator)
             if args.norm_obs:  # after the update: within it, π_old is the policy that sampled
@@ -237,6 +241,20 @@ def train(args, rule=None):
             row |= rule.review(run, batches)
             run.end_iteration(row, episodes[-1], tags, global_step=len(batch["obs"]))
     return run
+
+
+@torch.no_grad()
+def refit_values(model, batch):
+    """Fit the value function's last layer to a batch's returns, by least squares. On a new level,
+    and at first, the policy else gets worse before values are learned (measured, see README)."""
+    features = nn.functional.pad(model.critic(model.obs_norm(batch["obs"])), (0, 1), value=1.0)
+    features, returns = features.double(), batch["returns"].double()  # (M, F + 1), (M,)
+    square = features.T @ features + 1e-6 * len(returns) * torch.eye(features.shape[1]).to(features)
+    *weight, bias = torch.linalg.solve(square, features.T @ returns).tolist()
+    model.value.weight.copy_(torch.tensor([weight]))
+    model.value.bias.fill_(bias)
+    batch["values"] = model(batch["obs"])[1]
+    batch["advantages"] = batch["returns"] - batch["values"]
 
 
 def set_learning_rates(optimizer, args, share_done):
@@ -389,12 +407,13 @@ def policy_change(logratio, clip_coef):
 
 # ------------------------------------------------------------------------------------ update
 class Plan(NamedTuple):
-    """An iteration's level indices, coarse to fine, steps T^l on each, and for each but the first
-    the control weight β_l of its partner."""
+    """An iteration's level indices, coarse to fine, steps T^l on each, for each but the first the
+    control weight β_l of its partner, and whether values of other levels must be fitted anew."""
 
     levels: list
     num_steps: list
     controls: list
+    refit: bool = False
 
 
 def signed_weights(num_steps, num_envs, num_minibatches, controls):
@@ -541,121 +560,118 @@ class Together:
             self.controls = betas.nan_to_num().clamp(0, 1).tolist()
         return {}
 
-    def get_state(self):
-        return {k: v for k, v in vars(self).items() if k != "args"}
-
 
 class Climb:
-    """The schedule that finds out which level pays: one level at a time, at first the coarsest.
+    """--schedule climb: one level at a time, the one that pays *on the finest level*.
 
-    A check plays episodes on the finest level, always the same starts, with the policy's mode.
-    Between two checks lies a window of training on one level, as long as a few iterations on the
-    next one take. What the checks' mean gains per second of a window, simulation and update, is the
-    level's rate; a level is productive while its gain is above its standard error. The run stays on
-    a productive level. Once the rate is below half of the level's best, the next level is tried for
-    a window, and kept if it gives more. Where a level is not productive, the last cheaper one that
-    was gets a window, and the run stays there if it is again; else it goes up. A change of level
-    starts from the best parameters so far, which are the run's result."""
+    A check plays episodes on the finest level with the policy's mode, always from the same starts;
+    the best parameters by the checks are the run's result. The run trains in windows, each on one
+    level. A window is productive if the best check has risen by more than so many standard errors
+    (of the difference, over the episodes). After a productive window the run stays; but as soon as
+    a trial of the next level takes no more than a share of the time since the last trial, it gets
+    one, and is kept if it gives more per second. After a window that was not productive, before the
+    next level is paid for, a cheaper level that was productive (else this one, if it was) has a
+    last chance that costs as much; if it is productive again the run stays there, else it goes up.
+    Time is that of simulation and update, from costs that are measured once: no clock decides."""
 
-    WINDOW, CHECKS = 5, 4  # a window takes that many iterations on the next level, or checks
-    ERRORS = 1.0  # standard errors that a productive window gains
+    ERRORS = 1.5  # standard errors that a productive window gains
+    TRIAL = 5  # iterations of a trial, and at least of a window
+    CHECKS = 6  # there is a check when training has taken so many times what a check takes
+    WINDOW, SHARE = 0.2, 0.25  # a window's least share of the time so far; that of trials
 
     def __init__(self, args):
-        L = len(args.levels)
-        self.args, self.level, self.window, self.spent = args, 0, 0.0, 0.0
-        self.returns = None  # of the last check, (E,)
-        self.best = self.best_optimizer = self.best_return = None
-        self.peaks, self.productive = [0.0] * L, [False] * L  # best rate; at its last window
-        self.patience, self.waiting = [1] * L, [0] * L  # windows until the next level is tried
-        self.home = None  # level index and rate from where another level is tried
+        self.args, self.level, self.refit = args, 0, True
+        self.best = self.best_optimizer = self.returns = None  # parameters; their check's, (E,)
+        self.time = self.spent = self.unchecked = 0.0  # seconds: in all, of the window, since then
+        self.window, self.before, self.tried = 0.0, None, 0.0  # its length; returns before; when
+        self.paid = [False] * len(args.levels)  # whether a level has been productive
+        self.trial = "", 0, 0.0  # kind of this window: trial, last chance; level index, rate before
 
     def plan(self):
         """Return what the next iteration does."""
-        return Plan([self.level], [self.args.num_steps[self.level]], [])
+        plan = Plan([self.level], [self.args.num_steps[self.level]], [], self.refit)
+        self.refit = False
+        return plan
 
     def begin(self, run):
         """Make the first check. Returns what is logged of it."""
-        self.check(run)
-        self.set_window()
-        return {"level": self.args.levels[0], "check_return": self.best_return}
+        return {"level": self.args.levels[0], "check_return": self.check(run)}
 
     def review(self, run, batches):
-        """After an iteration: if the window is over, check the policy and choose the level."""
-        row = {"level": self.args.levels[self.level]}
-        self.spent += self.seconds(self.level)
-        if self.spent < self.window and run.share_done() < 1:
-            return row
-        gain = -self.returns + self.check(run)
-        rate = float(gain.mean()) / self.spent
-        error = float(gain.std()) / len(gain) ** 0.5 / self.spent
-        row["check_return"], self.spent = float(self.returns.mean()), 0.0
-        self.choose(run, rate, error)
+        """After an iteration: check if it is due, choose the level if the window is over."""
+        row, seconds = {"level": self.args.levels[self.level]}, self.seconds(self.level)
+        self.time, self.spent = self.time + seconds, self.spent + seconds
+        self.unchecked += seconds
+        over = self.spent >= self.window or run.share_done() >= 1
+        if over or self.unchecked >= self.CHECKS * self.check_seconds:
+            row["check_return"] = self.check(run)
+        if over:
+            gain = self.returns - self.before
+            self.choose(run, float(gain.mean()), float(gain.std()) / len(gain) ** 0.5)
         return row
 
     def check(self, run):
-        """Return the returns of a check, (E,); keep the parameters if they are the best so far."""
-        self.returns = run.check()
-        if self.best is None or self.returns.mean() > self.best_return:
-            self.best_return = float(self.returns.mean())
+        """Return the mean return of a check; keep the parameters if they are the best so far."""
+        returns, cost = run.check()  # (E,)
+        self.check_seconds = cost * self.args.level_costs[-2]
+        self.time, self.unchecked = self.time + self.check_seconds, 0.0
+        if self.best is None or returns.mean() > self.returns.mean():
             states = run.model.state_dict(), run.optimizer.state_dict()
             self.best, self.best_optimizer = copy.deepcopy(states)
-            self.best_returns = self.returns
-        return self.returns
+            self.returns = returns
+        if self.before is None:
+            self.start()
+        return float(returns.mean())
 
-    def choose(self, run, rate, error):
-        """Stay on the level, or go to another one, by what the window has gained."""
-        level, last, home = self.level, len(self.args.levels) - 1, self.home
-        self.home, gained = None, f"{rate:.2g} ± {error:.2g} per second"
-        self.productive[level] = productive = rate > self.ERRORS * error
-        self.peaks[level] = max(rate, self.peaks[level])
-        self.waiting[level] -= 1
-        cheaper = [i for i in range(level) if self.productive[i]]
-        if home and home[0] < level and rate <= home[1]:
-            self.waiting[home[0]] = self.patience[home[0]] = 2 * self.patience[home[0]]
-            self.go(run, home[0], f"{gained} is no more than there")
-        elif home and home[0] > level and not productive:
-            self.go(run, min(home[0] + 1, last), f"{gained} is not productive any more")
-            self.set_window()
+    def choose(self, run, gain, error):
+        """Stay on the level or go to another one, by what the window has gained."""
+        level, last, rate = self.level, len(self.args.levels) - 1, gain / self.spent
+        productive, above = gain > self.ERRORS * error, min(level + 1, last)
+        (kind, home, home_rate), self.trial = self.trial, ("", level, rate)
+        self.paid[level] = kind != "chance" and (productive or self.paid[level])
+        cost = max(self.TRIAL * self.seconds(above), self.WINDOW * self.time)
+        chances = [i for i in range(above) if self.paid[i]]  # never the last level
+        chances = [i for i in chances if i < level] or chances
+        text = f"gain {gain:.4f} ± {error:.4f} in {self.spent:.3g} s, {rate:.2g} per second"
+        if kind == "trial" and rate <= home_rate:
+            self.go(run, home, f"{text}: level {self.args.levels[home]} gives more")
+        elif kind == "chance" and not productive:
+            self.go(run, min(home + 1, last), f"{text}: no more than noise, up")
         elif (
-            productive and level < last and rate < self.peaks[level] / 2 and self.waiting[level] < 1
+            productive
+            and not kind
+            and level < last
+            and cost <= self.SHARE * (self.time - self.tried)
         ):
-            self.home = level, rate
-            self.go(run, level + 1, f"{gained} is below half of {self.peaks[level]:.2g}, a try")
-        elif not productive and cheaper:
-            self.home = level, rate
-            self.go(run, cheaper[-1], f"{gained} is not productive, a try")
+            self.tried, self.trial = self.time + cost, ("trial", level, rate)
+            self.go(run, above, f"{text}: a trial", cost)
+        elif not productive and chances:
+            self.trial = "chance", level, rate
+            self.go(run, chances[-1], f"{text}: no more than noise, a last chance", cost)
         elif not productive and level < last:
-            self.go(run, level + 1, f"{gained} is not productive")
-            self.set_window()
-        elif home:
-            self.set_window()
+            self.go(run, above, f"{text}: no more than noise, up")
+        else:
+            self.start()
 
-    def go(self, run, level, why):
-        """Go to another level, from the best parameters."""
+    def go(self, run, level, why, window=0.0):
+        """Go to a level, for a window at least, from the best parameters."""
         names = self.args.levels
-        best = f"best check {self.best_return:.4f}"
-        run.say(f"level {names[self.level]} -> {names[level]} ({best}): {why}")
-        self.level, self.returns = level, self.best_returns
+        run.say(f"level {names[self.level]} → {names[level]}, {why}")
+        self.level, self.refit = level, True
         run.model.load_state_dict(self.best)
         run.optimizer.load_state_dict(self.best_optimizer)
         run.recent.clear()
+        self.start(window)
 
-    def set_window(self):
-        """Set what a window takes on this level, and on one that is tried from it."""
-        following = min(self.level + 1, len(self.args.levels) - 1)
-        self.window = max(self.WINDOW * self.seconds(following), self.CHECKS * self.seconds(None))
+    def start(self, window=0.0):
+        """Start a window, of so many seconds."""
+        least = max(self.TRIAL * self.seconds(self.level), self.WINDOW * self.time)
+        self.window, self.spent, self.before = window or least, 0.0, self.returns
 
     def seconds(self, level):
-        """Return what an iteration on a level index takes, or (None) a check."""
+        """Return what an iteration on a level index takes."""
         args, (*steps, update) = self.args, self.args.level_costs
-        processes = max(1, args.num_workers) * num_ranks()
-        if level is None:
-            return self.check_steps * steps[-1] / processes
-        return args.num_envs * args.num_steps[level] * steps[level] / processes + update
-
-    def get_state(self):
-        """Return what a resumed run needs."""
-        return {name: value for name, value in vars(self).items() if name != "args"}
+        return args.num_envs * args.num_steps[level] * steps[level] + update
 
 
 # ------------------------------------------------------------------------------------ model
@@ -1147,35 +1163,30 @@ def members(arrays):
 
 
 def measured_costs(args, model):
-    """Return the seconds of a step on each level, and then of an update with all that an iteration
-    does beside simulating; of these levels and --eval-level. Neither the model nor a generator
-    changes. Fields that are prepared here are there in worker processes that are started later."""
+    """Return the seconds that a step takes on each level (--eval-level too), all workers together,
+    and then all that an iteration does beside simulating. Neither the model nor the run's
+    generators change. What a simulation keeps in this process, workers that are forked later have
+    too."""
+    levels, overhead = sorted({*args.levels, args.eval_level}), 0.0
+    processes = max(1, args.num_workers) * num_ranks()
+    if len(levels) == 1:
+        return [1.0, 0.0]
     model, generator, costs = copy.deepcopy(model), torch.Generator(), []
-    for level in sorted({*args.levels, args.eval_level}):
-        seeds = game_seeds(args, 0)[:1]
-        with closing(make_pool(args, model, seeds, 0, [level])) as pool:
+    for index, level in enumerate(levels):
+        with closing(make_pool(args, model, game_seeds(args, 0)[:1], 0, [level])) as pool:
+            arrays, T = pool.arrays, args.num_steps[0]
             pool.call("start")
-            for T in (2, 3):
-                pool.arrays["seconds"][:] = pool.arrays["steps"][:] = 0
-                rollout(model, pool, 0, T, args, generator)
-            costs.append(float(pool.arrays["seconds"].sum() / pool.arrays["steps"].sum()))
-            if level == args.levels[0]:
-                began, before = time.perf_counter(), pool.arrays["seconds"].sum()
-                batch = make_batch(
-                    rollout(model, pool, 0, args.num_steps[0], args, generator)[0][0],
-                    model.inputs,
-                    args,
-                )
-                update(
-                    model,
-                    make_optimizer(model),
-                    batch,
-                    Plan([0], [args.num_steps[0]], []),
-                    args,
-                    generator,
-                )
-                overhead = time.perf_counter() - began - (pool.arrays["seconds"].sum() - before)
-    return [*costs, float(overhead)]
+            for num_steps in (2, 3):  # the first time includes what is done once
+                arrays["seconds"][:] = arrays["steps"][:] = 0
+                rollout(model, pool, 0, num_steps, args, generator)
+            costs.append(float(arrays["seconds"].sum() / arrays["steps"].sum() / processes))
+            if index == 0:
+                arrays["seconds"][:], started = 0, time.perf_counter()
+                buffers, _ = rollout(model, pool, 0, T, args, generator)
+                batch, plan = make_batch(buffers[0], model.inputs, args), Plan([0], [T], [])
+                update(model, make_optimizer(model), batch, plan, args, generator)
+                overhead = time.perf_counter() - started - float(arrays["seconds"].sum())
+    return [*costs, max(overhead, 0.0)]
 
 
 def time_split(run, sim_seconds, sampled):
@@ -1432,29 +1443,24 @@ class Run(AbstractContextManager):
             return self.counters["sim_cost"] / self.args.total_cost
         return self.iteration / self.args.num_iterations
 
-    def charge(self, pool, levels=None):
-        """Count what the games of a pool have simulated since the last time, seconds and steps of
-        the finest level. Returns the seconds."""
+    def charge(self, pool):
+        """Count what a pool's games have simulated since the last time. Returns seconds and cost,
+        in steps of the finest level, of all ranks."""
         seconds, steps = (pool.arrays[name].sum(axis=-1) for name in ("seconds", "steps"))
-        costs = self.args.level_costs
-        if levels is None:
-            cost = sum(n * costs[m // 2] for m, n in enumerate(steps))
-        else:
-            cost = steps * costs[-2]
         pool.arrays["seconds"][:] = pool.arrays["steps"][:] = 0
-        both = np.sum(gathered_objects([seconds.sum(), cost / costs[-2]]), axis=0).tolist()
-        self.counters["sim_seconds"] += both[0]
-        self.counters["sim_cost"] += both[1]
-        return both[0]
+        costs = np.array(self.args.level_costs[:-1]) / self.args.level_costs[-2]
+        costs = np.repeat(costs, 2)[: len(steps)] if pool is self.pool else costs[-1]  # of members
+        spent = gathered_objects([seconds.sum(), (steps * costs).sum()])
+        spent = np.sum(spent, axis=0).tolist()
+        self.counters["sim_seconds"] += spent[0]
+        self.counters["sim_cost"] += spent[1]
+        return spent
 
     def check(self):
-        """Play the check's episodes with the policy's mode. Returns their returns (E,), steps."""
+        """Play the episodes of a check. Returns their returns (E,), and the cost as `charge`."""
         returns, _ = evaluate(self.model, self.check_pool)
         returns = np.concatenate(gathered_objects(returns))
-        steps = sum(gathered_objects(self.check_pool.arrays["steps"].sum()))
-        self.charge(self.check_pool, "check")
-        self.rule.check_steps = float(steps)
-        return torch.from_numpy(returns)
+        return torch.from_numpy(returns), self.charge(self.check_pool)[1]
 
     def say(self, text):
         """Print a line."""
@@ -1534,9 +1540,10 @@ class Run(AbstractContextManager):
             games = torch.frombuffer(bytearray(pickle.dumps(games)), dtype=torch.uint8)
         if rank() == 0:
             self.events.flush()  # a checkpoint must not be ahead of TensorBoard's file
+            rule = {name: value for name, value in vars(self.rule).items() if name != "args"}
             state = {
                 "model": self.rule.best or self.model.state_dict(),
-                "rule": self.rule.get_state(),
+                "rule": rule,
             }
             state |= {"current": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
             state |= {"generator": self.generator.get_state(), "counters": self.counters}
@@ -1557,7 +1564,7 @@ class Run(AbstractContextManager):
         if not fits and "reward_norm.discounted" in state["model"]:  # of episodes that are lost
             state["model"]["reward_norm.discounted"].zero_()
         self.model.load_state_dict(state["current"])
-        vars(self.rule).update(state["rule"] or {})
+        vars(self.rule).update(state["rule"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
@@ -2206,19 +2213,17 @@ def parse_args(argv=None):
     args = parse_with_run(parser, argv)
     complete(parser, args)
     for level, T in reversed([*enumerate(args.num_steps)]):
-        T == "auto" or check_rows(
-            parser, args, args.num_envs * T, "rows of a finer level" if level else "rows"
-        )
-    # All actors' steps, coarse partners' included: N Σ_l (T^l + T̃^{l−1}).
+        rows = "rows of a finer level" if level else "rows"
+        T == "auto" or check_rows(parser, args, args.num_envs * T, rows)
+    # All actors' steps, coarse partners' included: N Σ_l (T^l + T̃^{l−1}); of a climb, one level's.
     steps = [T for T in args.num_steps if T != "auto"]
-    rows = args.num_envs * (2 * sum(steps) - steps[0])
-    if args.schedule == "climb":
-        rows = args.num_envs * max(steps)
+    steps = max(steps) if args.schedule == "climb" else 2 * sum(steps) - steps[0]
     if args.total_timesteps:
-        args.num_iterations = max(1, args.total_timesteps // rows)
-    elif not args.total_cost and not args.num_iterations:
+        args.num_iterations = max(1, args.total_timesteps // (args.num_envs * steps))
+    if not args.num_iterations and not args.total_cost:
         if args.schedule == "climb":
-            args.total_cost = 100.0 * rows
+            args.total_cost = DEFAULTS.get(args.env, {"total_cost": 100.0 * args.num_envs * steps})
+            args.total_cost = args.total_cost["total_cost"]
         else:
             args.num_iterations = 200
     return args
@@ -2227,22 +2232,23 @@ def parse_args(argv=None):
 def complete(parser, args):
     """Fill in the levels, steps and coupling that were not given; refuse what does not fit."""
     defaults = DEFAULTS.get(args.env, {"levels": None, "num_steps": None})
-    if args.levels is None and args.schedule != "together" and args.env in CASES:
-        args.levels = [*range(1, len(CASES[args.env].grids) + 1)]
-    args.levels = args.levels or defaults["levels"]
+    if args.levels is None:
+        together = args.schedule == "together" or args.env not in CASES
+        args.levels = (
+            defaults["levels"] if together else [*range(1, 1 + len(CASES[args.env].grids))]
+        )
+        if together and args.num_steps is None:
+            args.num_steps = defaults["num_steps"]
     if args.levels is None or args.levels != sorted(set(args.levels)):
         parser.error(f"argument --levels: name the levels of {args.env} to use, coarse to fine")
-    args.schedule = args.schedule or ("climb" if len(args.levels) > 1 else "together")
-    if args.schedule == "climb":
-        args.num_steps = args.num_steps or [50]
-        if len(args.num_steps) == 1:
-            args.num_steps = args.num_steps * len(args.levels)
-    if args.num_steps is None and args.levels == defaults["levels"]:
-        args.num_steps = defaults["num_steps"]
-    if args.num_steps is not None and len(args.num_steps) == 2 and args.num_steps[1] == "auto":
-        args.num_steps = args.num_steps[:1] + ["auto"] * (len(args.levels) - 1)
-    if args.num_steps is None or len(args.num_steps) != len(args.levels):
+    several = len(args.levels) > 1
+    args.schedule = args.schedule or ("climb" if several else "together")
+    steps = args.num_steps or ([50] if args.schedule == "climb" else [100, "auto"][: 1 + several])
+    if args.schedule == "climb" and len(steps) == 1 or steps[1:] == ["auto"]:
+        steps = steps[:1] + steps[-1:] * (len(args.levels) - 1)
+    if len(steps) != len(args.levels) or args.schedule == "climb" and "auto" in steps:
         parser.error(f"argument --num-steps: give one number per level of {args.levels}")
+    args.num_steps = steps
     args.eval_level, spaces = args.eval_level or args.levels[-1], []
     with option_error(parser, "--env"):
         load_make(args.env)

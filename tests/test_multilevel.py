@@ -548,7 +548,9 @@ def test_simulation_that_gives_nan(monkeypatch, tmp_path):
     env = install(monkeypatch, lambda level: Broken(level))
     options = ["--levels", "1", "2", "--num-steps", "2", "2", "--eval-every", "0"]
     options += ["--log-dir", str(tmp_path)]
-    args = ml.parse_args([*TOGETHER, "--env", env, *options, "--num-envs", "3", "--num-workers", "0"])
+    args = ml.parse_args(
+        [*TOGETHER, "--env", env, *options, "--num-envs", "3", "--num-workers", "0"]
+    )
     with pytest.raises(ml.GameError, match=r"rewards of .*level 2"):
         ml.train(args)
     (checkpoint,) = tmp_path.glob("*/checkpoint.pt")

@@ -1,0 +1,382 @@
+"""The climb: which level is trained on, by scripted checks; what a run keeps and charges."""
+
+import csv
+import json
+import signal
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import ppo_multilevel as ml
+
+COSTS = [1.0, 4.0, 16.0, 10.0]  # seconds of a step on three levels, and of an update
+SMALL = (
+    "--env ResSim-v1 --levels 1 2 3 --num-steps 5 --num-envs 4 --num-minibatches 2 --hidden 8 "
+    "--update-epochs 2 --num-workers 0 --check-episodes 4 --eval-episodes 2 --quiet "
+    "--level-costs 1 4 16 10 --eval-every 4"
+).split()
+
+
+class FakeRun:
+    """What a rule needs of a run: scripted checks of four episodes, and a model to keep."""
+
+    def __init__(self):
+        self.model, self.recent, self.said = torch.nn.Linear(1, 1), [1], []
+        self.optimizer, self.checks = torch.optim.Adam(self.model.parameters()), []
+        self.say = self.said.append
+
+    def share_done(self):
+        return 0.0
+
+    def check(self):
+        mean, spread = self.checks.pop(0)
+        return mean + spread * torch.tensor([-1.0, 1.0, -1.0, 1.0]), 2.0  # costs two finest steps
+
+
+def climb(levels=3):
+    """Return a rule that has made its first check, and its run: a check is due after 192 s."""
+    args = types.SimpleNamespace(
+        num_envs=10, num_steps=[1] * levels, levels=[*range(1, levels + 1)]
+    )
+    args.level_costs = [*COSTS[:levels], COSTS[-1]]
+    rule, run = ml.Climb(args), FakeRun()
+    run.checks.append((0.0, 0.0))
+    assert rule.begin(run) == {"level": 1, "check_return": 0.0}
+    assert [rule.seconds(level) for level in range(levels)] == [20, 50, 170][:levels]
+    return rule, run
+
+
+def window(rule, run, mean, spread=0.0):
+    """Train until the window is over; its checks return `mean` ± `spread`. Return its seconds."""
+    before, iterations = rule.before, 0
+    run.checks = [(mean, spread)] * 99
+    while rule.before is before or iterations == 0:
+        level = rule.level
+        assert rule.plan()[:3] == ([level], [1], [])
+        row = rule.review(run, None)
+        assert row["level"] == level + 1
+        iterations += 1
+        if rule.spent == 0.0:
+            break
+    assert row["check_return"] == pytest.approx(mean)
+    return iterations * rule.seconds(level)
+
+
+def test_productive_level_is_kept():
+    """The first window is five iterations; later ones are a fifth of the time so far."""
+    rule, run = climb()
+    assert window(rule, run, 1.0) == 100  # 5 · 20 s
+    assert rule.level == 0 and rule.paid == [True, False, False]
+    assert rule.time == 2 * 32 + 100  # two checks of 2 · 16 s
+    assert rule.window == 100 and run.said == []
+
+
+def test_noise_goes_up():
+    """A gain within 1.5 standard errors is noise: up, with a fit of the values, from the best."""
+    rule, run = climb()
+    rule.plan()
+    error = 1.0 / 3**0.5  # of four differences ±1: deviation √(4/3), over √4
+    window(rule, run, 1.49 * error, 1.0)
+    assert rule.level == 1 and rule.plan().refit and not rule.plan().refit
+    assert "level 1 → 2" in run.said[0] and "noise" in run.said[0]
+    rule, run = climb()
+    window(rule, run, 1.51 * error, 1.0)
+    assert rule.level == 0 and run.said == []
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_trial_of_the_next_level(better):
+    """The next level is tried once a trial takes a quarter of the time; kept if it gives more."""
+    rule, run = climb()
+    mean = 0.0
+    while not run.said:
+        mean += 1.0
+        seconds = window(rule, run, mean)
+    rate, time = 1.0 / seconds, rule.time
+    cost = rule.window
+    assert rule.level == 1 and "trial" in run.said[0]
+    assert cost == max(5 * 50, 0.2 * time) <= 0.25 * time
+    assert window(rule, run, mean + rate * cost * (1.1 if better else 0.9)) == pytest.approx(
+        cost, 50
+    )
+    assert rule.level == (1 if better else 0)
+    assert ("gives more" in run.said[-1]) is not better
+    assert rule.tried == pytest.approx(time + cost)  # no other trial soon
+
+
+def test_last_chance():
+    """Before the next level is paid for, a cheaper one that was productive gets a window of that
+    cost; the run stays there if it is productive again, else goes up beyond where it came from."""
+    for again in (True, False):
+        rule, run = climb()
+        window(rule, run, 1.0)
+        rule.level = 1  # as if a trial had been kept
+        rule.start()
+        window(rule, run, 1.0)  # no gain
+        assert rule.level == 0 and "last chance" in run.said[0]
+        assert rule.window == 5 * 170  # what the third level would cost
+        assert window(rule, run, 2.0 if again else 1.0) >= 850
+        assert rule.level == (0 if again else 2)
+        if again:  # and only one chance, until an ordinary window is productive again
+            window(rule, run, 2.0)
+            assert rule.level == 1
+
+
+def test_finest_level_has_nowhere_to_go():
+    """Without a gain on the finest level, and no cheaper one that paid, the run stays."""
+    rule, run = climb(levels=1)
+    for _ in range(3):
+        window(rule, run, -1.0)
+    assert rule.level == 0 and run.said == []
+
+
+def test_best_parameters_are_kept_and_restored():
+    """The best check's weights and Adam's state are kept; a change of level starts from them."""
+    rule, run = climb()
+    with torch.no_grad():
+        run.model.weight.fill_(7.0)
+    window(rule, run, 1.0)
+    best = run.model.weight.clone()
+    with torch.no_grad():
+        run.model.weight.fill_(8.0)
+    window(rule, run, 0.5)  # no gain: a last chance on this level itself, from the best
+    assert torch.equal(run.model.weight, best) and torch.equal(rule.best["weight"], best)
+    assert rule.returns.mean() == 1.0 and run.recent == []
+
+
+def test_checks_are_charged_to_the_rules_time():
+    """Within a long window there is a check whenever training took six times what one takes."""
+    rule, run = climb()
+    rule.window, run.checks, due = 1e9, [(0.0, 0.0)] * 99, []
+    for iteration in range(1, 41):
+        if "check_return" in rule.review(run, None):
+            due.append(iteration)
+    assert due == [10, 20, 30, 40]  # 6 · 32 s ≤ 10 · 20 s
+    assert rule.time == 40 * 20 + 5 * 32
+
+
+# Values on a new level ----------------------------------------------------------------------------
+
+
+def test_refit_values_is_least_squares():
+    """The value function's last layer is NumPy's least-squares fit; Â = R − V then."""
+    args = ml.make_parser().parse_args(["--hidden", "6", "5"])
+    model = ml.Model(3, ml.gym.spaces.Box(-1, 1, (2,)), args)
+    generator = torch.Generator().manual_seed(0)
+    obs = torch.randn(50, 3, generator=generator)
+    batch = {"obs": obs, "returns": obs[:, 0] * 3 + 5 + torch.randn(50, generator=generator)}
+    policy = model.head.mean.weight.clone()
+    features = np.c_[model.critic(obs).detach().numpy(), np.ones(50)]
+    expected = features @ np.linalg.lstsq(features, batch["returns"].numpy(), rcond=None)[0]
+    ml.refit_values(model, batch)
+    np.testing.assert_allclose(batch["values"], expected, atol=5e-3)
+    torch.testing.assert_close(batch["advantages"], batch["returns"] - batch["values"])
+    torch.testing.assert_close(model(obs)[1], batch["values"])
+    assert torch.equal(model.head.mean.weight, policy)
+
+
+# Runs ---------------------------------------------------------------------------------------------
+
+
+def rows(run_dir):
+    """Return the rows of progress.csv."""
+    with (run_dir / "progress.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Climb on three small reservoirs, as long as 1,600 steps of the finest level take."""
+    folder = str(tmp_path_factory.mktemp("runs"))
+    return ml.train(ml.parse_args([*SMALL, "--total-cost", "1600", "--log-dir", folder]))
+
+
+def test_run_reports_level_and_checks(run):
+    """Level and check are in progress.csv; the run changes its level; the length is its cost."""
+    table = rows(run.run_dir)
+    levels = [int(row["level"]) for row in table]
+    assert levels[0] == 1 and set(levels) > {1}
+    assert float(table[0]["check_return"]) > 0.4 and float(table[-1]["check_return"]) > 0.4
+    costs = [float(row["sim_cost"]) for row in table]
+    assert costs[-2] < 1600 <= costs[-1] and costs == sorted(costs)
+
+
+def test_every_step_is_charged_by_its_level(run):
+    """20 steps per iteration on a level cost 20 c_l / c_L, a check 4 · 5 steps of the finest."""
+    table, cost = rows(run.run_dir), 0.0
+    for row in table:
+        cost += 20 * [1, 4, 16][int(row["level"]) - 1] / 16 if row["iteration"] != "0" else 0
+        cost += 20 if row["check_return"] else 0
+        assert float(row["sim_cost"]) == pytest.approx(cost)
+    assert float(table[-1]["sim_seconds"]) > 0
+
+
+def test_best_check_is_the_runs_result(run, capsys):
+    """`model` in the checkpoint, --eval and the last evaluation are the best check's parameters."""
+    state = ml.load_checkpoint(run.run_dir)
+    best = max(float(row["check_return"]) for row in rows(run.run_dir) if row["check_return"])
+    assert state["rule"]["returns"].mean() == pytest.approx(best)
+    for name, value in state["model"].items():
+        assert torch.equal(value, state["rule"]["best"][name])
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(state["current"][name], value)
+    returns = ml.evaluate_run(ml.parse_args(["--eval", str(run.run_dir)]))
+    assert float(rows(run.run_dir)[-1]["eval_return"]) == pytest.approx(returns.mean())
+
+
+def test_checks_have_fields_of_their_own(run):
+    """A third set of fields: neither training's nor evaluation's; each field once."""
+    args = run.args
+    with ml.closing(ml.make_check_pool(args, run.model)) as pool:
+        pool.call("start")
+        envs = [game.env for game in pool.games.games]
+    assert [env.field for env in envs] == [0, 1, 2, 3] and envs[0].grid.shape == (32, 32)
+    sets = [ml.ResSim("ResSim-v1", 3).grid, ml.ResSim("ResSim-v1", 3, evaluation=True).grid]
+    for grid in sets:
+        assert not any(np.array_equal(a, b) for a in envs[0].grid.perm for b in grid.perm)
+    assert len(np.unique(envs[0].grid.perm.reshape(16, -1), axis=0)) == 16
+
+
+@pytest.mark.parametrize("last", [3, 14, 30])
+def test_resume_in_the_middle_of_a_climb(run, tmp_path, last):
+    """Stopped in an iteration and resumed, the run is the uninterrupted one."""
+    argv = [*SMALL, "--total-cost", "1600", "--log-dir", str(tmp_path)]
+    with pytest.MonkeyPatch.context() as patch:
+        real, count = ml.update, []
+
+        def update(*arguments):
+            count.append(1)
+            if len(count) == last:
+                signal.raise_signal(signal.SIGTERM)
+            return real(*arguments)
+
+        patch.setattr(ml, "update", update)
+        stopped = ml.train(ml.parse_args(argv))
+    assert stopped.iteration == last
+    resumed = ml.train(ml.parse_args(["--resume", str(stopped.run_dir), "--quiet"]))
+    expected = run.model.state_dict()
+    for name, value in resumed.model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    assert torch.equal(resumed.rule.returns, run.rule.returns)
+    for row, expected_row in zip(rows(resumed.run_dir), rows(run.run_dir), strict=True):
+        for name in ("level", "check_return", "eval_return", "sim_cost", "policy_loss"):
+            assert row[name] == expected_row[name], name
+
+
+def test_costs_are_measured_once(tmp_path):
+    """They are in config.json, positive, and rise with the level; a resumed run keeps them."""
+    argv = [*SMALL, "--num-iterations", "2", "--log-dir", str(tmp_path)]
+    i = argv.index("--level-costs")
+    first = ml.train(ml.parse_args(argv[:i] + argv[i + 5 :]))
+    config = json.loads((first.run_dir / "config.json").read_text())
+    costs = config["options"]["level_costs"]
+    assert len(costs) == 4 and min(costs) > 0 and costs[0] < costs[2]
+    argv = ["--resume", str(first.run_dir), "--num-iterations", "3", "--quiet"]
+    assert ml.train(ml.parse_args(argv)).args.level_costs == costs
+
+
+def test_measuring_changes_nothing(tmp_path):
+    """Given the costs that a run has measured, another one has the same weights."""
+    argv = [*SMALL, "--num-iterations", "3", "--log-dir", str(tmp_path)]
+    i = argv.index("--level-costs")
+    first = ml.train(ml.parse_args(argv[:i] + argv[i + 5 :]))
+    argv[i + 1 : i + 5] = map(str, first.args.level_costs)
+    second = ml.train(ml.parse_args(argv))
+    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_another_rule_can_be_given(tmp_path):
+    """`train` takes any object with plan, begin and review."""
+
+    class UpAndDown(ml.Together):
+        count = 0
+
+        def plan(self):
+            self.count += 1
+            return ml.Plan([self.count % 3], [5], [])
+
+    args = ml.parse_args([*SMALL, "--num-iterations", "6", "--log-dir", str(tmp_path)])
+    run = ml.train(args, UpAndDown(args))
+    assert run.rule.count == 6
+    assert run.counters["sim_cost"] == pytest.approx(2 * 20 * (1 + 4 + 16) / 16)
+
+
+# The sum with control weights ---------------------------------------------------------------------
+
+
+def test_control_weights_are_the_recursion():
+    """est_l = own_l + β_l (est_{l−1} − partners_l): the weighted mean is it, for any β."""
+    generator, betas = np.random.default_rng(0), [0.3, 0.8]
+    own = [generator.normal(size=n) for n in (12, 6, 3)]
+    sync = [None, generator.normal(size=6), generator.normal(size=3)]
+    estimate = own[0].mean()
+    for mine, partners, beta in zip(own[1:], sync[1:], betas):
+        estimate = mine.mean() + beta * (estimate - partners.mean())
+    order = np.concatenate([own[0], sync[1], own[1], sync[2], own[2]])  # as `minibatches` has them
+    weights = ml.signed_weights([12, 6, 3], 1, 1, betas)
+    assert (weights.numpy() * order).mean() == pytest.approx(estimate, rel=1e-6)
+    fine_only = ml.signed_weights([12, 6, 3], 1, 1, [1.0, 0.0])
+    assert (fine_only[:-3] == 0).all() and (fine_only[-3:] == 30 / 3).all()
+
+
+def pairs(rho, n=4000, shift=0.0):
+    """Return batches of two levels: advantages of own¹, sync², own², with a correlation."""
+    a, b, c = torch.randn(3, n, generator=torch.Generator().manual_seed(0))
+    fine = rho * b + (1 - rho**2) ** 0.5 * c + shift
+    return [{"advantages": x} for x in (a, b, fine)]
+
+
+def together(*words):
+    """Return the rule of a run on two levels that cost 1 and 40."""
+    options = (
+        "--env ResSim-v1 --schedule together --levels 2 5 --level-costs 1 40 9 --num-workers 0"
+    )
+    return ml.Together(ml.parse_args([*options.split(), *words]))
+
+
+def test_control_weight_and_steps_are_measured():
+    """β = Cov/Var; T^c/T^f = √(ρ² (c_f + c_c) / ((1 − ρ²) c_c)): Peherstorfer et al. 2016."""
+    rule = together("--num-steps", "400", "auto")
+    assert rule.plan()[::2] == ([0, 1], [1.0])
+    batches = pairs(0.6)
+    rule.review(None, batches)
+    own, sync = batches[2]["advantages"].numpy(), batches[1]["advantages"].numpy()
+    (_, covariance), (_, variance) = np.cov(own, sync)
+    assert rule.plan().controls[0] == pytest.approx(covariance / variance, rel=1e-4)
+    rho = np.corrcoef(own, sync)[0, 1]
+    ratio = np.sqrt(rho**2 * (40 + 1) / ((1 - rho**2) * 1))
+    coarse, fine = rule.plan().num_steps
+    # The coarsest level's own rows have another sample of the same variance.
+    scale = batches[0]["advantages"].std().item() / sync.std(ddof=1)
+    assert coarse == 400 and fine == pytest.approx(400 / (ratio * scale), abs=1)
+
+
+def test_useless_coarse_level_is_weighed_out():
+    """Without correlation β tends to 0, and the finest level gets all the steps there are."""
+    rule = together("--num-steps", "50", "auto")
+    rule.review(None, pairs(0.0))
+    assert rule.plan().controls[0] < 0.05 and rule.plan().num_steps[1] > 25
+    rule.review(None, pairs(-0.5))  # never negative
+    assert 0 <= rule.plan().controls[0] < 0.05
+
+
+def test_control_of_one_is_algorithm_4():
+    """--control 1 keeps the weights of Algorithm 4 whatever is measured; so do numbers for T."""
+    rule = together("--num-steps", "50", "5", "--control", "1")
+    rule.review(None, pairs(0.3))
+    assert rule.plan() == ([0, 1], [50, 5], [1.0], False)
+
+
+def test_mean_over_iterations():
+    """What was measured before counts nine times as much as the newest iteration."""
+    rule = together("--num-steps", "50", "5")
+    rule.review(None, pairs(0.9))
+    first = rule.controls[0]
+    rule.review(None, pairs(0.1))
+    now = pairs(0.1)
+    latest = np.cov(now[2]["advantages"], now[1]["advantages"])[0, 1]
+    variance = pairs(0.9)[1]["advantages"].var().item()
+    assert rule.controls[0] == pytest.approx(0.9 * first + 0.1 * latest / variance, rel=1e-3)
