@@ -87,13 +87,15 @@ from scipy.sparse.linalg import splu
 from torch import nn
 
 # ------------------------------------------------------------------------------------ options
-# What follows --env: the length of a climb; the levels of --schedule together and T on their first.
+# Of --env: the length of a climb, and levels and steps of --schedule together; of --schedule: Adam's
+# step size and the epochs, more and smaller steps for the sum of levels.
 DEFAULTS = {
-    "ResSim-v1": {"total_cost": 25_000.0, "levels": [2, 5], "num_steps": [100, "auto"]},
-    "ResSim-v2": {"total_cost": 50_000.0, "levels": [1, 4], "num_steps": [100, "auto"]},
-    "ResSim-v3": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, "auto"]},
-    "ResSim-v4": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, "auto"]},
+    "ResSim-v1": {"total_cost": 25_000.0, "levels": [2, 5], "num_steps": [100, 5]},
+    "ResSim-v2": {"total_cost": 50_000.0, "levels": [1, 4], "num_steps": [140, 5]},
+    "ResSim-v3": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, 15]},
+    "ResSim-v4": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, 15]},
 }
+LEARNING = {"climb": (1e-4, 5), "together": (3e-5, 10)}
 
 
 def make_parser():
@@ -127,20 +129,21 @@ def make_parser():
     text = "episodes of a check, which tells a climb what the policy is worth on the finest level"
     option("--check-episodes", number(int, 2, 100_000), 16, text)
     option("--eval-level", number(int, 1), None, "level of evaluations, if not the last")
-    text = "step: before each step the partner takes over the fine state, then the fine action (the"
-    text += " paper's; small differences, biased); noise: it takes over the state when an episode"
-    text += (
-        " starts, then acts itself with the same noise (larger differences, unbiased). None: step"
+    text = (
+        "of partners. noise: it takes over the fine state when an episode starts, then acts itself "
     )
-    text += " if there is a map_from"
-    option("--coupling", str, None, text, choices=("step", "noise"))
+    text += (
+        "with the same noise; step (the paper's): it takes over the fine state before each step, "
+    )
+    text += "then the fine action: smaller differences, but biased"
+    option("--coupling", str, "noise", text, choices=("step", "noise"))
     text = "literal: Algorithm 4, whose signed sum has no lower bound; bounded: partners' rows are "
     text += "clipped by the signed advantage, the value function fits own rows only"
     option("--correction", str, "bounded", text, choices=("literal", "bounded"))
     defaults = {"num_workers": num_cores(), "eval_every": 5, "num_envs": 50}
     defaults |= {"hidden": [150, 100, 80], "shared_net": True, "init_log_std": -2.9}
-    defaults |= {"learning_rate": 3e-5, "anneal_lr": False, "num_minibatches": 10}
-    defaults |= {"update_epochs": 10, "clip_coef": 0.1, "ent_coef": 0.001, "target_kl": 0.05}
+    defaults |= {"learning_rate": None, "anneal_lr": False, "num_minibatches": 10}
+    defaults |= {"update_epochs": None, "clip_coef": 0.1, "ent_coef": 0.001, "target_kl": 0.05}
     parser.set_defaults(**defaults, vf_coef=1.0, clip_vloss=False)
     return parser
 
@@ -1431,7 +1434,8 @@ class Run(AbstractContextManager):
             self.pool.call("start", self.states)
         if not self.history:
             row = self.rule.begin(self)
-            self.log(row | self.counters)
+            if row or self.args.eval_every:
+                self.log(row | self.counters)
         self.started = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
         self.signal = agreed or self.signal
@@ -1501,11 +1505,11 @@ class Run(AbstractContextManager):
         for tag, value in tags.items():
             if value is not None and math.isfinite(value):
                 self.events.add_scalar(tag, value, row["global_step"])
-        share = self.share_done()
-        line = f"update {done} ({share:.0%})  steps {row['global_step']:,}"
+        share, of = self.share_done(), f"/{args.num_iterations}" if args.num_iterations else ""
+        line = f"update {done}{of}  {share:.0%}  steps {row['global_step']:,}"
         for name in ("level", "sps", "episodic_return", "check_return", "eval_return", "eval_cut"):
             line += f"  {name} {row[name]:,.6g}" if name in row else ""
-        left = round(row["wall_seconds"] * (1 / share - 1)) if done else 0
+        left = round(row["wall_seconds"] * max(0, 1 / share - 1)) if done else 0
         line += f"  ETA {datetime.timedelta(seconds=left)}" if done else ""
         args.quiet or print(line, flush=True)
 
@@ -2203,7 +2207,7 @@ def number(kind, low=-1e300, high=1e300):
 def or_auto(kind):
     """Return an argparse type: `kind`, or the word auto."""
     parse = functools.wraps(kind)(lambda text: text if text == "auto" else kind(text))
-    parse.__name__ = f"auto or {kind.__name__}"
+    parse.__name__ = f"{kind.__name__} or auto"
     return parse
 
 
@@ -2218,6 +2222,8 @@ def parse_args(argv=None):
     # All actors' steps, coarse partners' included: N Σ_l (T^l + T̃^{l−1}); of a climb, one level's.
     steps = [T for T in args.num_steps if T != "auto"]
     steps = max(steps) if args.schedule == "climb" else 2 * sum(steps) - steps[0]
+    if args.total_cost and (args.total_timesteps or args.num_iterations):
+        parser.error("argument --total-cost: not allowed with another length of the run")
     if args.total_timesteps:
         args.num_iterations = max(1, args.total_timesteps // (args.num_envs * steps))
     if not args.num_iterations and not args.total_cost:
@@ -2243,10 +2249,14 @@ def complete(parser, args):
         parser.error(f"argument --levels: name the levels of {args.env} to use, coarse to fine")
     several = len(args.levels) > 1
     args.schedule = args.schedule or ("climb" if several else "together")
-    steps = args.num_steps or ([50] if args.schedule == "climb" else [100, "auto"][: 1 + several])
+    paired = several and args.schedule == "together"
+    learning_rate, update_epochs = LEARNING["together" if paired else "climb"]
+    args.learning_rate = args.learning_rate or learning_rate
+    args.update_epochs = args.update_epochs or update_epochs
+    steps = args.num_steps or ([100, "auto"] if paired else [50])
     if args.schedule == "climb" and len(steps) == 1 or steps[1:] == ["auto"]:
         steps = steps[:1] + steps[-1:] * (len(args.levels) - 1)
-    if len(steps) != len(args.levels) or args.schedule == "climb" and "auto" in steps:
+    if len(steps) != len(args.levels) or "auto" in steps[: 1 if paired else None]:
         parser.error(f"argument --num-steps: give one number per level of {args.levels}")
     args.num_steps = steps
     args.eval_level, spaces = args.eval_level or args.levels[-1], []
@@ -2260,10 +2270,15 @@ def complete(parser, args):
             env.close()
             if spaces[-1] != spaces[0]:
                 raise ValueError(f"level {level} of {args.env} has other spaces than the first")
-    maps = hasattr(env.unwrapped, "map_from")
-    args.coupling = args.coupling or ("step" if maps else "noise")
-    if args.coupling == "step" and not maps:
+    if args.coupling == "step" and not hasattr(env.unwrapped, "map_from"):
         parser.error(f"argument --coupling: step needs a map_from, which {args.env} has not")
+    if several and args.eval_level != args.levels[-1]:
+        parser.error("argument --eval-level: with several levels it is the last one")
+    count = len({*args.levels, args.eval_level}) + 1
+    if args.level_costs and len(args.level_costs) != count:
+        parser.error(f"argument --level-costs: {count} numbers are due, the last one of an update")
+    if args.check_episodes % num_ranks():
+        parser.error(f"argument --check-episodes: {num_ranks()} ranks must share them equally")
 
 
 def parse_with_run(parser, argv):

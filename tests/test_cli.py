@@ -25,7 +25,10 @@ HAS_MPS = torch.backends.mps.is_available()
 GOOD = {
     ppo: "--num-envs 2 --num-steps 8 --hidden 8".split(),
     ppo_atari: "--num-envs 2 --num-steps 8".split(),
-    ppo_multilevel: "--env envs:make --levels 1 2 --num-steps 8 4 --num-envs 2 --hidden 8".split(),
+    ppo_multilevel: (
+        "--env envs:make --levels 1 2 --num-steps 8 4 --num-envs 2 --hidden 8 --schedule together "
+        "--level-costs 1 4 1"
+    ).split(),
 }
 TINY = "--num-minibatches 2 --update-epochs 1 --num-iterations 1 --quiet".split()
 TINY += "--num-workers 0 --eval-every 0 --eval-episodes 1".split()
@@ -37,11 +40,11 @@ COMMON_ZERO = (
 ZERO = {
     ppo: [*COMMON_ZERO, "--init-log-std", "--kl-coef"],
     ppo_atari: [*COMMON_ZERO, "--sticky-actions", "--noop-max"],
-    ppo_multilevel: [*COMMON_ZERO, "--init-log-std"],
+    ppo_multilevel: [*COMMON_ZERO, "--init-log-std", "--control"],
 }
 NUMBERS = ["int", "flo"]  # how the types' names begin
 NEGATIVE = ["--init-log-std"]
-FRACTIONS = ["--gamma", "--gae-lambda", "--sticky-actions"]
+FRACTIONS = ["--gamma", "--gae-lambda", "--sticky-actions", "--control"]
 CHOICES = {
     ppo: ["--norm-adv", "--activation"],
     ppo_atari: ["--norm-adv", "--precision"],
@@ -479,9 +482,16 @@ def refused_levels(capsys):
 LEVEL_ERRORS = [
     ("--env ResSim-v2 --levels 3 5 --num-steps 10 10", ("--levels", "1..4")),
     ("--env ResSim-v1 --levels 5 --num-steps 10 --eval-level 6", ("--eval-level", "1..5")),
-    ("--env ResSim-v1 --levels 4 5 --num-steps 10", ("--num-steps",)),
+    ("--env ResSim-v1 --levels 4 5 --num-steps 10 --schedule together", ("--num-steps",)),
     ("--env ResSim-v1 --levels 4 5 --num-steps 10 20 30", ("--num-steps",)),
-    ("--env ResSim-v1 --levels 4 5", ("--num-steps",)),
+    ("--env ResSim-v1 --levels 4 5 --num-steps 10 auto", ("--num-steps",)),
+    ("--env ResSim-v1 --levels 4 5 --num-steps auto 10 --schedule together", ("--num-steps",)),
+    ("--env ResSim-v1 --levels 2 4 --eval-level 5", ("--eval-level", "last")),
+    ("--env ResSim-v1 --levels 2 4 --level-costs 1 2", ("--level-costs", "3 numbers")),
+    ("--env ResSim-v1 --levels 2 4 --level-costs 1 2 -3", ("--level-costs",)),
+    ("--env ResSim-v1 --total-cost 9 --num-iterations 2", ("--total-cost",)),
+    ("--env ResSim-v1 --control 1.5", ("--control",)),
+    ("--env ResSim-v1 --schedule sideways", ("--schedule",)),
     ("--env ResSim-v1 --levels 5 4 --num-steps 10 20", ("--levels", "coarse to fine")),
     ("--env ResSim-v1 --levels 4 4 --num-steps 10 20", ("--levels", "coarse to fine")),
     ("--env ResSim-v1 --levels", ("--levels",)),
@@ -505,11 +515,32 @@ def test_levels(refused_levels, options, words):
     refused_levels(options, *words)
 
 
-@pytest.mark.parametrize("make, coupling", [("make", "step"), ("make_cartpole", "noise")])
-def test_coupling_that_is_not_given(make, coupling):
-    """It is by step if the simulation can be mapped."""
-    options = f"--env envs:{make} --levels 1 2 --num-steps 10 10".split()
-    assert ppo_multilevel.parse_args(options).coupling == coupling
+DEFAULTS = [
+    ("--env ResSim-v1", "climb", [1, 2, 3, 4, 5], [50] * 5, 25_000, None),
+    ("--env ResSim-v3 --num-steps 20", "climb", [1, 2, 3, 4], [20] * 4, 200_000, None),
+    ("--env ResSim-v1 --levels 2 5 --total-cost 9", "climb", [2, 5], [50] * 2, 9, None),
+    ("--env ResSim-v1 --levels 4", "together", [4], [50], None, 200),
+    ("--env ResSim-v1 --schedule together", "together", [2, 5], [100, 5], None, 200),
+    ("--env envs:make --levels 1 2 3", "climb", [1, 2, 3], [50] * 3, 100 * 50 * 50, None),
+    ("--env envs:make --levels 1 2 --num-iterations 7", "climb", [1, 2], [50] * 2, None, 7),
+    ("--env envs:make --levels 1 2 --total-timesteps 9000", "climb", [1, 2], [50] * 2, None, 3),
+    (
+        "--env ResSim-v1 --schedule together --levels 1 2 3 --num-steps 80 auto",
+        "together",
+        [1, 2, 3],
+        [80, "auto", "auto"],
+        None,
+        200,
+    ),
+]
+
+
+@pytest.mark.parametrize("options, schedule, levels, num_steps, total_cost, length", DEFAULTS)
+def test_what_is_not_given(options, schedule, levels, num_steps, total_cost, length):
+    """Several levels are climbed, all of a built-in case; its length is a cost."""
+    args = ppo_multilevel.parse_args(options.split())
+    assert (args.schedule, args.levels, args.num_steps) == (schedule, levels, num_steps)
+    assert (args.total_cost, args.num_iterations) == (total_cost, length)
 
 
 @pytest.mark.parametrize("content", ["def make(:\n", "import nope\n", "x = 1\n", "1 / 0\n"])

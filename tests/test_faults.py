@@ -20,7 +20,10 @@ SMALL = "--num-minibatches 2 --update-epochs 1 --num-envs 4 --quiet".split()
 OWN = {
     ppo: "--num-steps 16 --hidden 8".split(),
     ppo_atari: "--num-steps 8 --eval-episodes 1 --precision fp32 --noop-max 0".split(),
-    ppo_multilevel: "--levels 1 2 --num-steps 16 8 --hidden 8 --eval-every 0".split(),
+    ppo_multilevel: (
+        "--levels 1 2 --num-steps 16 8 --hidden 8 --eval-every 0 --level-costs 1 1 1 "
+        "--schedule together"
+    ).split(),
 }
 GOOD = {ppo: "CartPole-v1", ppo_atari: "Breakout", ppo_multilevel: "envs:make"}
 

@@ -547,6 +547,7 @@ def test_simulation_that_gives_nan(monkeypatch, tmp_path):
 
     env = install(monkeypatch, lambda level: Broken(level))
     options = ["--levels", "1", "2", "--num-steps", "2", "2", "--eval-every", "0"]
+    options += ["--level-costs", "1", "1", "1"]
     options += ["--log-dir", str(tmp_path)]
     args = ml.parse_args(
         [*TOGETHER, "--env", env, *options, "--num-envs", "3", "--num-workers", "0"]

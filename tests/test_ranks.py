@@ -33,9 +33,16 @@ CASES = {
     "target KL": (ppo, "--target-kl 1e-7 --num-minibatches 8"),
     "LSTM": (ppo, "--rnn lstm --rnn-size 8"),
     "Breakout": (ppo_atari, ""),
-    "ResSim, step": (ppo_multilevel, "--eval-every 2 --correction literal"),
-    "ResSim, noise": (ppo_multilevel, "--coupling noise --norm-obs --eval-level 3"),
+    "ResSim, step": (
+        ppo_multilevel,
+        "--eval-every 2 --correction literal --schedule together --coupling step",
+    ),
+    "ResSim, noise": (ppo_multilevel, "--coupling noise --norm-obs --schedule together"),
 }
+CASES["ResSim, climb"] = (
+    ppo_multilevel,
+    "--level-costs 1 4 1 --check-episodes 4 --num-iterations 24",
+)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the ranks are forked")
 
 

@@ -36,9 +36,12 @@ CASES = {
         ppo_atari,
         "--env Breakout --num-envs 2 --num-workers 2 --full-action-space",
     ),
-    "ResSim, step": (ppo_multilevel, "--env ResSim-v1 --eval-every 2"),
-    "ResSim, noise": (ppo_multilevel, "--env ResSim-v1 --coupling noise --num-workers 2"),
-    "no map_from": (ppo_multilevel, "--env envs:make_cartpole"),
+    "ResSim, step": (
+        ppo_multilevel,
+        "--env ResSim-v1 --eval-every 2 --schedule together --coupling step --control 1",
+    ),
+    "ResSim, noise": (ppo_multilevel, "--env ResSim-v1 --schedule together --num-workers 2"),
+    "no map_from": (ppo_multilevel, "--env envs:make_cartpole --schedule together"),
 }
 SECONDS = {"wall_seconds", "sim_seconds", "sim_cost", "sps"}
 
