@@ -26,7 +26,9 @@ SMALL = "--num-minibatches 2 --update-epochs 1 --num-envs 4 --eval-every 0".spli
 OWN = {
     ppo: "--num-steps 16 --hidden 8".split(),
     ppo_atari: "--num-envs 2 --num-steps 8 --eval-episodes 1 --precision fp32".split(),
-    ppo_multilevel: "--levels 1 2 --num-steps 16 8 --hidden 8 --schedule together --level-costs 1 1 1".split(),
+    ppo_multilevel: (
+        "--levels 1 2 --num-steps 16 8 --hidden 8 --schedule together --level-costs 1 1 1"
+    ).split(),
 }
 GOOD = {ppo: "CartPole-v1", ppo_atari: "Breakout", ppo_multilevel: "envs:make"}
 COMMANDS = {

@@ -134,7 +134,8 @@ def test_two_ranks_do_what_one_does(case, tmp_path):
     steps = [s["optimizer"]["state"][0]["step"] for s in (expected, state)]
     assert steps[0] == steps[1]
     seeds = [seeds_of(script, saved_games(state)) for state in (expected, state)]
-    assert seeds[0] == seeds[1] == script.game_seeds(one.args, 0).T.tolist()
+    own = slice(None, None, 2 if case == "ResSim, climb" else None)  # a climb has no partners
+    assert seeds[0] == seeds[1] == script.game_seeds(one.args, 0)[own].T.tolist()
     for row, expected_row in zip(rows(two), rows(one.run_dir), strict=True):
         for name in ("iteration", "eval_return", "episodic_return", "entropy", "value_loss"):
             value, expected_value = row[name] or "0", expected_row[name] or "0"

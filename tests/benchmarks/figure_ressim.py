@@ -27,7 +27,7 @@ CASES = {
         "v1-1level": "128² only (PPO)",
         "v1-2level": "64² + 128², step, literal",
         "v1-3level": "32² + 64² + 128², step, literal",
-        "v1-default": "the script's defaults",
+        "v1-bounded": "three levels, bounded",
         "v1-64": "64² only",
         "v1-32": "32² only",
         "v1-16": "16² only",

@@ -31,7 +31,9 @@ PAPER = (
 )
 V1 = PAPER + "--env ResSim-v1 --learning-rate 1e-5 --eval-level 5 "
 V3 = PAPER + "--env ResSim-v3 --learning-rate 3e-5 --eval-level 4 --num-iterations 150 "
-LITERAL, NOISE = "--correction literal ", "--correction bounded --coupling noise "
+TOGETHER = "--schedule together --control 1 "
+LITERAL = TOGETHER + "--coupling step --correction literal "
+NOISE = TOGETHER + "--correction bounded --coupling noise "
 RUNS = {
     "v1-1level": V1 + "--levels 5 --num-steps 50 --num-iterations 300",
     "v1-64": V1 + "--levels 4 --num-steps 50 --num-iterations 300",
@@ -40,7 +42,8 @@ RUNS = {
     "v1-8": V1 + "--levels 1 --num-steps 50 --num-iterations 300",
     "v1-2level": V1 + LITERAL + "--levels 4 5 --num-steps 70 5 --num-iterations 300",
     "v1-3level": V1 + LITERAL + "--levels 3 4 5 --num-steps 80 10 5 --num-iterations 300",
-    "v1-default": "--env ResSim-v1 --num-workers 0",
+    "v1-bounded": "--env ResSim-v1 --levels 3 4 5 --num-steps 80 10 5 --learning-rate 3e-5 "
+    "--update-epochs 10 --coupling step --num-workers 0 " + TOGETHER,
     "v3-64": V3 + "--levels 4 --num-steps 50",
     "v3-32": V3 + "--levels 3 --num-steps 50",
     "v3-16": V3 + "--levels 2 --num-steps 50",
@@ -48,8 +51,49 @@ RUNS = {
     "v3-step": V3 + LITERAL + "--levels 3 4 --num-steps 70 5",
     "v3-noise": V3 + NOISE + "--levels 3 4 --num-steps 60 15",
 }
+
+# What the climb is compared with, on every case with the same learning rate, epochs and rows. The
+# costs are nominal, so that a run does not depend on the machine: milliseconds of a step on each
+# level, on one core with 25 reservoirs in a batch, and 100 ms for an update.
+COSTS = {"v1": [0.024, 0.06, 0.21, 0.88, 4.1], "v3": [0.024, 0.06, 0.21, 0.88]}
+COSTS["v4"] = COSTS["v3"]
+SAME = "--learning-rate 1e-4 --update-epochs 5 --num-steps 50 --num-workers 0 --eval-every 5 "
+ITERATIONS = {1: 300, 2: 300, 3: 200, 4: 150, 5: 150}
+
+
+def comparison(case):
+    """Return the runs that are compared on a case: {name: options}."""
+    last, env, costs = len(COSTS[case]), f"--env ResSim-{case} ", COSTS[case]
+
+    def options(levels):
+        words = " ".join(f"{costs[level - 1] / 1e3:g}" for level in levels)
+        return env + f"--level-costs {words} 0.1 "
+
+    runs = {f"{case}-climb": options(range(1, last + 1)) + SAME}
+    for level in range(1, last + 1):
+        name, levels = f"{case}-only-{level}", sorted({level, last})
+        length = f"--levels {level} --eval-level {last} --num-iterations {ITERATIONS[level]}"
+        runs[name] = options(levels) + SAME + length
+    runs[f"{case}-finest-fit"] = (
+        options([last]) + SAME + f"--levels {last} --schedule climb --num-iterations 100"
+    )
+    pair = [2, 5] if case == "v1" else [3, 4]
+    runs[f"{case}-together"] = (
+        options(pair) + "--schedule together --num-workers 0 --num-iterations 100"
+    )
+    return runs
+
+
+RUNS |= {name: options for case in COSTS for name, options in comparison(case).items()}
 COLUMNS = ("iteration", "global_step", "wall_seconds", "sim_seconds", "sim_cost")
-COLUMNS += ("episodic_return", "eval_return", "approx_kl", "explained_variance")
+COLUMNS += (
+    "level",
+    "check_return",
+    "episodic_return",
+    "eval_return",
+    "approx_kl",
+    "explained_variance",
+)
 
 
 def command(name, seed):
@@ -73,7 +117,7 @@ def collect():
     for run_dir in sorted(RUNS_DIR.iterdir()):
         name, seed = run_dir.name.split("__")
         with (run_dir / "progress.csv").open() as file:
-            rows = [row for row in csv.DictReader(file) if row["eval_return"]]
+            rows = [r for r in csv.DictReader(file) if r["eval_return"] or r.get("check_return")]
         with (RESULTS / f"{run_dir.name}.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
             writer.writeheader()
