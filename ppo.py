@@ -153,8 +153,7 @@ def train(args):
             # Sample: T steps in each of N games with the policy π_old.
             buffer, episodes = rollout(model, run.pool, args, generator)
             # Judge: was an action better than the value function expected?
-            adjust_for_gae(model, buffer, args)
-            batch = make_batch(buffer, model.inputs, args)
+            batch = make_batch(buffer, model, args)
             row = {"explained_variance": explained_variance(batch)}
             if args.norm_value:
                 normalise_values(model, batch, batch["returns"])
@@ -237,25 +236,22 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     return advantages
 
 
-def adjust_for_gae(model, buffer, args):
-    """Change a buffer in place, as some options want it before GAE."""
+def make_batch(buffer, model, args):
+    """Add advantages, returns; flatten to (T·N, ...) unless a state is among the model's inputs."""
     if args.norm_reward:
-        ended = buffer["terminated"] | buffer["truncated"]
-        buffer["rewards"] = model.reward_norm(buffer["rewards"], ended)
+        normalise_rewards(model, buffer, args.gamma)
     if not args.time_limit_bootstrap:
         buffer["terminated"] |= buffer["truncated"]
     if not args.baseline:  # then GAE is the sum of rewards, discounted by γλ
         buffer["values"] = buffer["next_values"] = torch.zeros_like(buffer["values"])
-
-
-def make_batch(buffer, inputs, args):
-    """Add advantages, returns; flatten to (T·N, ...) unless a state is among the model's inputs."""
     names = ("rewards", "values", "next_values", "terminated", "truncated")
     advantages = gae(*(buffer[name] for name in names), args.gamma, args.gae_lambda)
-    batch = {name: buffer[name] for name in (*inputs, "actions", "logprobs", "values")}
+    batch = {name: buffer[name] for name in (*model.inputs, "actions", "logprobs", "values")}
     # PPO, Eq. (11): R_t = Â_t + V(s_t), the value function's target
     batch |= {"advantages": advantages, "returns": advantages + buffer["values"]}
-    return batch if "state" in inputs else {name: c.flatten(0, 1) for name, c in batch.items()}
+    return (
+        batch if "state" in model.inputs else {name: c.flatten(0, 1) for name, c in batch.items()}
+    )
 
 
 def explained_variance(batch):
@@ -381,7 +377,9 @@ class Model(nn.Module):
         self.stored = (*self.inputs, "actions", *["next_state"] * rnn)  # by a rollout
         self.obs_norm = RunningNorm((obs_dim,), cut=10) if args.norm_obs else nn.Identity()
         self.value_norm = RunningNorm() if args.norm_value else None
-        self.reward_norm = RewardNorm(args.gamma, args.num_envs) if args.norm_reward else None
+        self.reward_norm = RunningNorm() if args.norm_reward else None
+        if args.norm_reward:
+            self.reward_norm.register_buffer("discounted", torch.zeros(args.num_envs))
         width, features = args.rnn_size if args.rnn else obs_dim, args.hidden[-1]
         self.actor = hidden_layers(width, args)
         self.critic = self.actor if args.shared_net else hidden_layers(width, args)
@@ -575,23 +573,16 @@ class RunningNorm(nn.Module):
         return ((x - self.mean) / self.std).clamp(-self.cut, self.cut)
 
 
-class RewardNorm(RunningNorm):
-    """Rewards divided by the running deviation of their discounted sum (Engstrom et al. 2020)."""
-
-    def __init__(self, gamma, num_envs):
-        super().__init__(cut=10)
-        self.gamma = gamma
-        self.register_buffer("discounted", torch.zeros(num_envs))
-
-    def forward(self, rewards, ended):
-        """Scale the rewards (T, N) of a rollout, whose sums begin anew where an episode ended."""
-        sums, discounted = [], self.discounted
-        for t in range(len(rewards)):
-            sums.append(rewards[t] + self.gamma * discounted)
-            discounted = sums[t] * ~ended[t]
-        self.discounted.copy_(discounted)
-        self.update(torch.cat(sums))
-        return (rewards / self.std).clamp(-self.cut, self.cut)
+def normalise_rewards(model, buffer, gamma):
+    """Divide rewards (T, N) by the running deviation of their discounted sums, which begin anew
+    where an episode ended (Engstrom et al. 2020)."""
+    norm, rewards, sums = model.reward_norm, buffer["rewards"], []
+    ended = buffer["terminated"] | buffer["truncated"]
+    for t in range(len(rewards)):
+        sums.append(rewards[t] + gamma * norm.discounted)
+        norm.discounted.copy_(sums[t] * ~ended[t])
+    norm.update(torch.cat(sums))
+    buffer["rewards"] = (rewards / norm.std).clamp(-10, 10)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -50,7 +51,8 @@ def test_gae_golden():
     buffer = {"obs": torch.zeros(7, 3, 2), "actions": torch.zeros(7, 3), "next_values": next_values}
     buffer |= {"logprobs": torch.zeros(7, 3), "rewards": g["rewards"], "values": g["values"]}
     buffer |= {"terminated": terminated, "truncated": never}
-    batch = ppo.make_batch(buffer, ("obs",), options(f"--gamma {gamma} --gae-lambda {lam}"))
+    model = SimpleNamespace(inputs=("obs",))
+    batch = ppo.make_batch(buffer, model, options(f"--gamma {gamma} --gae-lambda {lam}"))
     torch.testing.assert_close(batch["returns"], g["returns"].flatten(), rtol=1e-5, atol=1e-6)
     assert batch["obs"].shape == (21, 2)
 
@@ -228,7 +230,7 @@ def test_advantages_do_not_see_what_follows_termination():
     """δ of a terminated step is r − V, whatever next_values holds there."""
     words = "--num-steps 8 --gamma 0.9 --gae-lambda 0"
     model, _, buffer, _, args = scripted_rollout("envs:Scripted-v0", words)
-    batch = ppo.make_batch(buffer, model.inputs, args)
+    batch = ppo.make_batch(buffer, model, args)
     advantages = batch["advantages"].view(8, 2)[:, 0]
     assert advantages[4] == 13 - 102 and advantages[6] == 22 - 201
     assert float(advantages[1]) == pytest.approx(2 + 0.9 * 2 - 1)  # truncated: V of next_obs

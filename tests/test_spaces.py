@@ -446,7 +446,7 @@ def test_update_uses_the_stored_masks(tmp_path, options):
     """The ratio of the policy that has sampled is 1 with the stored masks, and not without."""
     args, model, pool = setup(tmp_path, "Masked-multi-info", "--num-steps", "32", *options)
     nn.init.normal_(model.head.logits.weight)
-    batch = ppo.make_batch(rollout(args, model, pool)[0], model.inputs, args)
+    batch = ppo.make_batch(rollout(args, model, pool)[0], model, args)
     logratio = ppo.losses(model, batch, 0.2, clip_vloss=True)[3]
     assert logratio.abs().max() < 1e-5
     batch["action_mask"] = torch.ones_like(batch["action_mask"])

@@ -177,28 +177,42 @@ def reward_norm_literal(rollouts, gamma):
     return scaled
 
 
+def reward_norm(gamma, num_envs):
+    """Return a model with --norm-reward, and a function that scales a rollout's rewards by it."""
+    words = f"--norm-reward --num-envs {num_envs}".split()
+    model = ppo.make_model(ppo.make_parser().parse_args(words))
+
+    def scaled(rewards, ended):
+        buffer = {"rewards": torch.as_tensor(rewards, dtype=torch.float32)}
+        buffer |= {"terminated": torch.tensor(ended), "truncated": torch.zeros(1, dtype=torch.bool)}
+        ppo.normalise_rewards(model, buffer, gamma)
+        return buffer["rewards"]
+
+    return model, scaled
+
+
 def test_reward_norm_literal():
     """Rewards are divided by the deviation of all discounted sums, which begin anew at ends."""
-    rng, norm = np.random.default_rng(0), ppo.RewardNorm(0.9, 3)
+    rng, (model, scaled) = np.random.default_rng(0), reward_norm(0.9, 3)
     rollouts = [(rng.normal(3, 2, (20, 3)), rng.random((20, 3)) < 0.2) for _ in range(3)]
     rollouts[1][0][5, 1] = 1e4
     for (rewards, ended), expected in zip(rollouts, reward_norm_literal(rollouts, 0.9)):
-        close(norm(torch.tensor(rewards, dtype=torch.float32), torch.tensor(ended)), expected)
-    assert norm.count == 3 * 60
+        close(scaled(rewards, ended), expected)
+    assert model.reward_norm.count == 3 * 60
 
 
 def test_rewards_are_cut():
     """A reward beyond ten deviations counts as ten."""
-    norm = ppo.RewardNorm(0.0, 1)
-    norm.update(torch.tensor([-1.0, 1.0]).repeat(10_000))
-    ended = torch.zeros(3, 1, dtype=torch.bool)
-    close(norm(torch.tensor([[50.0], [-50.0], [0.5]]), ended), [[10], [-10], [0.5]], rtol=0.2)
-    assert norm(torch.tensor([[70.0]]), ended[:1]).item() == 10
+    model, scaled = reward_norm(0.0, 1)
+    model.reward_norm.update(torch.tensor([-1.0, 1.0]).repeat(10_000))
+    ended = np.zeros((3, 1), dtype=bool)
+    close(scaled([[50.0], [-50.0], [0.5]], ended), [[10], [-10], [0.5]], rtol=0.2)
+    assert scaled([[70.0]], ended[:1]).item() == 10
 
 
 def test_norm_reward(monkeypatch, tmp_path):
     """GAE gets the scaled rewards, progress.csv the raw returns; statistics go on over updates."""
-    rollouts, batches = spy(monkeypatch, "rollout"), spy(monkeypatch, "make_batch")
+    rollouts, advantages = spy(monkeypatch, "rollout"), spy(monkeypatch, "gae")
     options = "--env envs:Scripted-v0 --gamma 0.9".split()
     run, plain = train(tmp_path, "--norm-reward", *options), train(tmp_path, *options)
     raw = []
@@ -206,8 +220,8 @@ def test_norm_reward(monkeypatch, tmp_path):
         buffer = {name: rows.numpy() for name, rows in call.result[0].items()}
         raw.append((buffer["rewards"], buffer["terminated"] | buffer["truncated"]))
     assert raw[0][0].max() > 30  # 10 · episode + step
-    for call, expected in zip(batches, reward_norm_literal(raw, 0.9)):
-        close(call.args[0]["rewards"], expected)
+    for call, expected in zip(advantages, reward_norm_literal(raw, 0.9)):
+        close(call.args[0], expected)
     returns = [row["episodic_return"] for row in run.history]
     assert returns == [row["episodic_return"] for row in plain.history]
     episodes = rollouts[0].result[1]
