@@ -186,7 +186,8 @@ def rollout(model, pool, args, generator):
     arrays, T, episodes, act = pool.arrays, args.num_steps, [], fast_act(model)
     stored = {name: arrays[name] for name in (*model.stored, *STEP_RESULTS)}
     buffer = {name: np.empty((T, *array.shape), array.dtype) for name, array in stored.items()}
-    noise = make_noise(model, T, len(arrays["obs"]), generator)
+    noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
+    noise = noise.chunk(num_ranks(), 1)[rank()].to(model.device)  # of this rank's games
     for t in range(T):
         act(arrays, noise[t])
         for name in model.stored:  # what the policy saw and did
@@ -211,13 +212,6 @@ def rollout(model, pool, args, generator):
     buffer |= {"values": values[0], "next_values": values[1]}
     buffer["logprobs"] = model.head.log_prob(pi, buffer["actions"])
     return gathered(buffer), sum(gathered_objects(episodes), [])
-
-
-def make_noise(model, num_steps, num_envs, generator):
-    """Return the noise that makes a rollout's actions random, (T, N, ·)."""
-    num_envs *= num_ranks()
-    noise = model.head.noise(num_steps * num_envs, generator).view(num_steps, num_envs, -1)
-    return noise[:, own_games(num_envs)].to(model.device)
 
 
 # ------------------------------------------------------------------------------------ GAE
@@ -281,13 +275,6 @@ def losses(model, batch, clip_coef, clip_vloss):
     return pg_loss, v_loss, model.head.entropy(pi), logratio
 
 
-def policy_change(logratio, clip_coef):
-    """Return approx_kl, without bias and never negative, and clipfrac: the share beyond 1 ± ε."""
-    ratio = logratio.exp()
-    approx_kl = (ratio - 1 - logratio).mean()  # E[r − 1 − log r] estimates KL(π_old, π)
-    return approx_kl, ((ratio - 1).abs() > clip_coef).float().mean()
-
-
 # ------------------------------------------------------------------------------------ update
 def update(model, optimizer, batch, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
@@ -305,8 +292,9 @@ def update(model, optimizer, batch, args, generator):
                 mb["advantages"] = normalised(mb["advantages"])
             *terms, logratio = losses(model, own_rows(mb, axis), args.clip_coef, args.clip_vloss)
             pg_loss, v_loss, entropy = [term.mean() for term in terms]
-            logratio = logratio if args.kl_coef else logratio.detach()
-            approx_kl, clipfrac = policy_change(logratio, args.clip_coef)
+            ratio = logratio.exp()
+            approx_kl = (ratio - 1 - logratio).mean()  # estimates KL(π_old, π) without bias, ≥ 0
+            clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
             # PPO, Eq. (9): loss = E[−L^CLIP + c_v ½ (V_θ − R)² − c_e H]
             loss = pg_loss + args.vf_coef * args.baseline * v_loss - args.ent_coef * entropy
             if args.kl_coef:  # PPO, Eq. (8): + β KL(π_old, π_θ)
@@ -786,7 +774,7 @@ class Games:
 def game_seeds(args, starts):
     """Return the seeds of this rank's games, (N,): others each time that games start anew."""
     seeds = np.random.SeedSequence([args.seed, starts]).generate_state(args.num_envs)
-    return seeds[own_games(args.num_envs)]
+    return np.split(seeds, num_ranks())[rank()]
 
 
 def make_pool(args, model, seeds, num_workers, **options):
@@ -903,12 +891,6 @@ def report(message):
     """Print a message, once for all ranks."""
     if rank() == 0:
         print(message, file=sys.stderr, flush=True)
-
-
-def own_games(num_envs):
-    """Return the slice of all games that this rank has."""
-    share = num_envs // num_ranks()
-    return slice(rank() * share, (rank() + 1) * share)
 
 
 def own_rows(minibatch, axis=0):
@@ -1165,7 +1147,7 @@ def evaluate(model, pool, generator=None, run=None):
     pool.call("start")
     returns, going = np.zeros(E), np.ones(E, bool)
     for _ in range(EVAL_STEPS):
-        model.act(arrays, generator and make_noise(model, 1, E, generator)[0])
+        model.act(arrays, generator and model.head.noise(E, generator).to(model.device))
         pool.call("step")
         returns[going] = arrays["episode_return"][going]
         going &= ~arrays["ended"]

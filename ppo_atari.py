@@ -195,8 +195,9 @@ def rollout(model, pool, args, generator):
     length) of the games that ended, both of all ranks. On a CPU the tensors are the memory that the
     next rollout writes to."""
     buffer = shared_buffer(pool.arrays)
-    T, N, _ = buffer["noise"].shape
-    buffer["noise"][:] = make_noise(model, T, N, generator).cpu()
+    T, N = args.num_steps, args.num_envs
+    noise = model.head.noise(T * N, generator).view(T, N, -1)
+    buffer["noise"][:] = noise.chunk(num_ranks(), 1)[rank()]  # of this rank's games
     if model.device.type == "cpu":
         pool.call("rollout")  # the workers play with the same weights, in shared memory
     else:
@@ -216,13 +217,6 @@ def play_steps(model, arrays, step, buffer):
             step()
             for name in STEP_RESULTS:  # what came of it
                 buffer[name][t] = arrays[name]
-
-
-def make_noise(model, num_steps, num_envs, generator):
-    """Return the noise that makes a rollout's actions random, (T, N, ·)."""
-    num_envs *= num_ranks()
-    noise = model.head.noise(num_steps * num_envs, generator).view(num_steps, num_envs, -1)
-    return noise[:, own_games(num_envs)].to(model.device)
 
 
 def ended_episodes(arrays):
@@ -303,13 +297,6 @@ def losses(model, batch, clip_coef, clip_vloss):
     return pg_loss, v_loss, model.head.entropy(pi), logratio
 
 
-def policy_change(logratio, clip_coef):
-    """Return approx_kl, without bias and never negative, and clipfrac: the share beyond 1 ± ε."""
-    ratio = logratio.exp()
-    approx_kl = (ratio - 1 - logratio).mean()  # E[r − 1 − log r] estimates KL(π_old, π)
-    return approx_kl, ((ratio - 1).abs() > clip_coef).float().mean()
-
-
 # ------------------------------------------------------------------------------------ update
 def update(model, optimizer, batch, args, clip_coef, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
@@ -325,7 +312,9 @@ def update(model, optimizer, batch, args, clip_coef, generator):
             mb = own_rows(mb)
             *terms, logratio = losses(model, mb, clip_coef, args.clip_vloss)
             pg_loss, v_loss, entropy = [term.mean() for term in terms]
-            approx_kl, clipfrac = policy_change(logratio.detach(), clip_coef)
+            ratio = logratio.exp()
+            approx_kl = (ratio - 1 - logratio).mean()  # estimates KL(π_old, π) without bias, ≥ 0
+            clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
             # PPO, Eq. (9): loss = E[−L^CLIP + c_v ½ (V_θ − R)² − c_e H]
             loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
             row = torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach()
@@ -719,7 +708,7 @@ def shared_buffer(arrays, rows=slice(None)):
 def game_seeds(args, starts):
     """Return the seeds of this rank's games, (N,): others each time that games start anew."""
     seeds = np.random.SeedSequence([args.seed, starts]).generate_state(args.num_envs)
-    return seeds[own_games(args.num_envs)]
+    return np.split(seeds, num_ranks())[rank()]
 
 
 def make_pool(args, model, seeds, num_workers, num_steps=None, **options):
@@ -833,12 +822,6 @@ def report(message):
     """Print a message, once for all ranks."""
     if rank() == 0:
         print(message, file=sys.stderr, flush=True)
-
-
-def own_games(num_envs):
-    """Return the slice of all games that this rank has."""
-    share = num_envs // num_ranks()
-    return slice(rank() * share, (rank() + 1) * share)
 
 
 def own_rows(minibatch, axis=0):
@@ -1095,7 +1078,7 @@ def evaluate(model, pool, generator=None, run=None):
     pool.call("start")
     returns, going = np.zeros(E), np.ones(E, bool)
     for _ in range(EVAL_STEPS):
-        model.act(arrays, generator and make_noise(model, 1, E, generator)[0])
+        model.act(arrays, generator and model.head.noise(E, generator).to(model.device))
         pool.call("step")
         returns[going] = arrays["episode_return"][going]
         going &= ~arrays["ended"]

@@ -250,7 +250,8 @@ def rollout(model, pool, level, args, generator):
     pair = [members(pool.arrays)[m] for m in ([2 * level, 2 * level - 1] if level else [0])]
     names, episodes = (*model.stored, *STEP_RESULTS), []
     buffers = [{name: np.empty((T, *a[name].shape), a[name].dtype) for name in names} for a in pair]
-    noise = make_noise(model, T, args.num_envs // num_ranks(), generator)  # both members'
+    noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
+    noise = noise.chunk(num_ranks(), 1)[rank()].to(model.device)  # of this rank, for both members
     if by_step:
         pool.call("synchronize", level)
     for t in range(T):
@@ -269,13 +270,6 @@ def rollout(model, pool, level, args, generator):
     levels = args.levels[level], args.levels[max(level - 1, 0)]
     buffers = [gathered(finish(model, *which)) for which in zip(buffers, levels)]
     return buffers, sum(gathered_objects(episodes), [])
-
-
-def make_noise(model, num_steps, num_envs, generator):
-    """Return the noise that makes a rollout's actions random, (T, N, ·)."""
-    num_envs *= num_ranks()
-    noise = model.head.noise(num_steps * num_envs, generator).view(num_steps, num_envs, -1)
-    return noise[:, own_games(num_envs)].to(model.device)
 
 
 def ended_episodes(arrays):
@@ -354,13 +348,6 @@ def losses(model, batch, clip_coef, clip_vloss):
     return pg_loss, v_loss, model.head.entropy(pi), logratio
 
 
-def policy_change(logratio, clip_coef):
-    """Return approx_kl, without bias and never negative, and clipfrac: the share beyond 1 ± ε."""
-    ratio = logratio.exp()
-    approx_kl = (ratio - 1 - logratio).mean()  # E[r − 1 − log r] estimates KL(π_old, π)
-    return approx_kl, ((ratio - 1).abs() > clip_coef).float().mean()
-
-
 # ------------------------------------------------------------------------------------ update
 def signed_weights(num_steps, num_envs, num_minibatches):
     """Return a minibatch's weights, rows as `minibatches` gives them: ML, Algorithm 4, line 16. A
@@ -415,8 +402,10 @@ def update(model, optimizer, batch, args, generator):
             terms = [(w * term).mean() for w, term in zip(term_weights, terms)]
             pg_loss, v_loss, entropy = terms
             loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
-            own = logratio[weights > 0].detach()
-            approx_kl, clipfrac = policy_change(own, args.clip_coef)
+            logratio = logratio[weights > 0]
+            ratio = logratio.exp()
+            approx_kl = (ratio - 1 - logratio).mean()  # estimates KL(π_old, π) without bias, ≥ 0
+            clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
             row = torch.stack([*terms, approx_kl, clipfrac]).detach()
             seen.append(averaged(row))
             if args.target_kl is not None and row[3] > args.target_kl:
@@ -966,7 +955,7 @@ def game_seeds(args, starts):
     """Return the seeds of this rank's games, (2L − 1, N): others whenever games start anew."""
     shape = 2 * len(args.levels) - 1, args.num_envs  # of the members
     seeds = np.random.SeedSequence([args.seed, starts]).generate_state(math.prod(shape))
-    return seeds.reshape(shape)[:, own_games(args.num_envs)]
+    return np.split(seeds.reshape(shape), num_ranks(), axis=1)[rank()]
 
 
 def make_pool(args, model, seeds, num_workers, levels=None, **options):
@@ -1085,12 +1074,6 @@ def report(message):
     """Print a message, once for all ranks."""
     if rank() == 0:
         print(message, file=sys.stderr, flush=True)
-
-
-def own_games(num_envs):
-    """Return the slice of all games that this rank has."""
-    share = num_envs // num_ranks()
-    return slice(rank() * share, (rank() + 1) * share)
 
 
 def own_rows(minibatch, axis=0):
@@ -1351,7 +1334,7 @@ def evaluate(model, pool, generator=None, run=None):
     pool.call("start")
     returns, going = np.zeros(E), np.ones(E, bool)
     for _ in range(EVAL_STEPS):
-        model.act(arrays, generator and make_noise(model, 1, E, generator)[0])
+        model.act(arrays, generator and model.head.noise(E, generator).to(model.device))
         pool.call("step")
         returns[going] = arrays["episode_return"][going]
         going &= ~arrays["ended"]

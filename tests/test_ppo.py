@@ -169,13 +169,15 @@ def test_value_clipping():
     torch.testing.assert_close(clipped, torch.tensor([0.845, 2.0]))
 
 
-def test_policy_change():
-    """KL estimate and share of clipped rows, by hand."""
-    ratios = torch.tensor([0.5, 0.9, 1.0, 1.5])
-    kl, clipfrac = ppo.policy_change(ratios.log(), 0.2)
+def test_change_of_the_policy():
+    """KL estimate and share of clipped rows that an update reports, by hand."""
+    model = ppo.Model(3, SPACES["discrete"], options("--hidden 8"))
+    batch, _ = losses_batch(model, [0.5, 0.9, 1.0, 1.5], [0.0] * 4)
+    args = options("--update-epochs 1 --num-minibatches 1")
+    row = ppo.update(model, ppo.make_optimizer(model), batch, args, torch.Generator())
     expected = np.mean([0.5 - 1 - math.log(0.5), -0.1 - math.log(0.9), 0, 0.5 - math.log(1.5)])
-    assert float(kl) == pytest.approx(expected, rel=1e-5)
-    assert float(clipfrac) == 0.5
+    assert row["approx_kl"] == pytest.approx(expected, rel=1e-5)
+    assert row["clipfrac"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -261,7 +263,7 @@ def test_fast_act_is_the_models(env, words):
     pool = ppo.make_pool(args, model, np.arange(50), 0)
     act, generator = ppo.fast_act(model), torch.Generator().manual_seed(0)
     assert act != model.act
-    for noise in ppo.make_noise(model, 5, 50, generator):
+    for noise in model.head.noise(5 * 50, generator).view(5, 50, -1):
         pool.arrays["obs"][:] = np.random.default_rng(0).normal(size=pool.arrays["obs"].shape)
         with torch.no_grad():
             model.act(pool.arrays, noise)
