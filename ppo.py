@@ -723,11 +723,9 @@ class Game:
     def get_state(self):
         """Return what `set_state` needs to go on as if nothing had happened, or None."""
         with suppress(Exception):  # whatever an env and its attributes raise
-            states = [self.seed]
-            for layer, kept in layers(self.env):
-                states.append(layer.get_state() if kept is None else kept)
+            states = [x.get_state() if kept is None else kept for x, kept in layers(self.env)]
+            state = pickle.dumps([self.seed, *states])
             # EzPickle keeps how an env was made, not where it is.
-            state = pickle.dumps(states)
             return None if b"_ezpickle_args" in state else state
 
     def set_state(self, state):
@@ -1015,13 +1013,11 @@ class Run(AbstractContextManager):
         self.history.append(row)
         if rank() > 0:
             return
-        try:
-            if args.eval_every and (done % args.eval_every == 0 or done == total):
-                returns, cut = evaluate(self.model, self.eval_pool, run=self)
-                row |= {"eval_cut": cut} if cut else {}
-                row |= {} if self.signal else {"eval_return": float(returns.mean())}
-        finally:
-            self.writer.writerow(row)
+        if args.eval_every and (done % args.eval_every == 0 or done == total):
+            returns, cut = evaluate(self.model, self.eval_pool, run=self)
+            row |= {"eval_cut": cut} if cut else {}
+            row |= {} if self.signal else {"eval_return": float(returns.mean())}
+        self.writer.writerow(row)
         tags = {"charts/SPS": row.get("sps")} | (tags or {})
         tags |= {f"charts/{name}": row.get(name) for name in CHARTS}
         tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
@@ -1119,12 +1115,9 @@ def write_file(path, content):
 def load_checkpoint(run_dir):
     """Read RUN_DIR/checkpoint.pt: tensors and plain values, no code runs from the file."""
     path = Path(run_dir) / "checkpoint.pt"
-    content = io.BytesIO(path.read_bytes())
-    try:
-        state = torch.load(content, map_location="cpu", weights_only=True)
-        assert all(weights.isfinite().all() for weights in state["model"].values())
-    except Exception as error:  # of many kinds
-        raise ValueError(f"{path} is damaged, or has NaN: {one_line(error)}") from None
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not all(weights.isfinite().all() for weights in state["model"].values()):
+        raise ValueError(f"{path} has NaN or infinity among its weights")
     return state
 
 
@@ -1283,8 +1276,8 @@ def parse_with_run(parser, argv):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if args.eval and num_ranks() > 1:
         parser.error("argument --eval: takes one process, not torchrun")
-    with option_error(parser, "--export-onnx"):
-        if args.export_onnx:
+    if args.export_onnx:
+        with option_error(parser, "--export-onnx"):
             import onnx  # noqa: F401, torch needs it for that
     if run_dir:
         with option_error(parser, option):
@@ -1306,9 +1299,8 @@ def parse_with_run(parser, argv):
         torch.empty(0, device=None if args.device == "auto" else args.device)
         if args.device == "cuda" and num_ranks() > 1:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    with option_error(parser, "--log-dir"):
+    with option_error(parser, "--log-dir, --run-name"):
         run_dir or Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-    with option_error(parser, "--run-name"):
         if rank() == 0 and not run_dir and (path := run_path(args)).exists():
             raise ValueError(f"{path} is there already")
     return args
