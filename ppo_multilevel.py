@@ -189,8 +189,7 @@ def add_network_options(parser):
 
 # ------------------------------------------------------------------------------------ train
 def train(args):
-    """Train as `args` say. Returns the `Run`: model, optimizer, history, run_dir, signal. Raises
-    GameError when a game or a worker fails, after saving the last complete iteration."""
+    """Train as `args` say. Returns the `Run`. Saves, then raises GameError, when a game fails."""
     torch.set_num_threads(1)  # more threads only slow a small network down
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
@@ -312,8 +311,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
 
 
 def make_batch(buffer, inputs, args):
-    """Add advantages and returns to a buffer and flatten it: (T, N, ...) → (T·N, ...). `inputs`
-    names the model's inputs."""
+    """Add advantages and returns to a buffer and flatten it: (T, N, ...) → (T·N, ...)."""
     names = ("rewards", "values", "next_values", "terminated", "truncated")
     advantages = gae(*(buffer[name] for name in names), args.gamma, args.gae_lambda)
     batch = {name: buffer[name] for name in (*inputs, "actions", "logprobs", "values")}
@@ -977,6 +975,11 @@ class GameError(RuntimeError):
     """A game or a worker process failed; the first line of the message says which and how."""
 
 
+def game_error(what, error):
+    """Return the GameError for an exception, while it is handled: a line, and its traceback."""
+    return GameError(f"{what}: {one_line(error)}\n{traceback.format_exc()}")
+
+
 class WorkerPool:
     """N games in `num_workers` processes, 0: in this one, made by `make_games(rows, arrays)`.
     What games and policy show each other is in `arrays`, which all processes share; only commands
@@ -1048,16 +1051,9 @@ def work(pipe, make_games, rows, shared):
             pipe.send(error if known else game_error("a worker failed", error))
 
 
-def game_error(what, error):
-    """Return the GameError for an exception, while it is handled: a line, and its traceback."""
-    return GameError(f"{what}: {one_line(error)}\n{traceback.format_exc()}")
-
-
 # ------------------------------------------------------------------------------------ ranks
-
-# torchrun starts several processes, the ranks, to train one model. A rank has its share of the
-# games, and gets the rows of all: statistics and minibatches are those of one process. Of each
-# minibatch it takes its share; then the ranks average their gradients.
+# torchrun starts several processes, the ranks, to train one model. Each has its share of the games,
+# gets the rows of all, takes its share of each minibatch; then the ranks average their gradients.
 
 
 def rank():

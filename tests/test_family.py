@@ -30,7 +30,7 @@ DIFFERS = {
         "make_parser train set_learning_rates rollout make_batch update normalised make_model "
         "Model make_env Game Games game_seeds make_pool COLUMNS make_eval_pool parse_args"
     ).split(),
-    "siblings": ["finish"],
+    "siblings": [],
 }
 SIBLINGS = [name for name in SCRIPTS if name != "ppo"]
 
