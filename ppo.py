@@ -149,7 +149,11 @@ def train(args):
     optimizer = make_optimizer(model)
     with Run(args, model, optimizer, generator) as run:
         while run.goes_on():
-            set_learning_rates(optimizer, args, run.iteration)
+            remaining = 1 - run.iteration / args.num_iterations if args.anneal_lr else 1
+            rates = args.learning_rate, args.value_learning_rate or args.learning_rate
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):  # policy, V
+                if not args.adaptive_lr or run.iteration == 0:  # else it goes on from where it is
+                    group["lr"] = rate * remaining
             # Sample: T steps in each of N games with the policy π_old.
             buffer, episodes = rollout(model, run.pool, args, generator)
             # Judge: was an action better than the value function expected?
@@ -163,15 +167,6 @@ def train(args):
                 model.obs_norm.update(buffer["obs"].flatten(0, 1))
             run.end_iteration(row, episodes, global_step=args.num_envs * args.num_steps)
     return run
-
-
-def set_learning_rates(optimizer, args, iteration):
-    """Set the learning rates of an iteration; --adaptive-lr goes on from where it is."""
-    factor = 1 - iteration / args.num_iterations if args.anneal_lr else 1
-    rates = args.learning_rate, args.value_learning_rate or args.learning_rate  # policy, V
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if not args.adaptive_lr or iteration == 0:
-            group["lr"] = rate * factor
 
 
 # ------------------------------------------------------------------------------------ rollout
@@ -305,9 +300,13 @@ def update(model, optimizer, batch, args, generator):
             if stop:
                 break
             take_step(optimizer, loss, args.max_grad_norm)
-        if args.adaptive_lr:
+        if args.adaptive_lr:  # as in skrl's KLAdaptiveLR, by the epoch's mean approx_kl
             kl = torch.stack(seen[epoch * B :])[:, 3].mean()
-            adapt_learning_rate(optimizer, kl, args.adaptive_lr)
+            for group in optimizer.param_groups:
+                if kl > 2 * args.adaptive_lr:
+                    group["lr"] = max(group["lr"] / 1.5, 1e-6)
+                elif kl < args.adaptive_lr / 2:
+                    group["lr"] = min(group["lr"] * 1.5, 1e-2)
         if stop:
             break
     return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
@@ -329,16 +328,6 @@ def take_step(optimizer, loss, max_grad_norm):
     if not torch.isfinite(norm):  # before it reaches the weights
         raise FloatingPointError(f"loss {loss}, gradient is not finite: lower the learning rate?")
     optimizer.step()
-
-
-def adapt_learning_rate(optimizer, kl, target):
-    """Lower learning rates if an epoch's KL is above twice the target, raise them below half of it:
-    by a factor of 1.5, between 1e-6 and 1e-2 (skrl's KLAdaptiveLR)."""
-    for group in optimizer.param_groups:
-        if kl > 2 * target:
-            group["lr"] = max(group["lr"] / 1.5, 1e-6)
-        elif kl < target / 2:
-            group["lr"] = min(group["lr"] * 1.5, 1e-2)
 
 
 # ------------------------------------------------------------------------------------ model

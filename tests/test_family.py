@@ -27,7 +27,7 @@ DIFFERS = {
         "STEP_RESULTS make_pool EVAL_STEPS make_eval_pool parse_args"
     ).split(),
     "ppo_multilevel": (
-        "make_parser train set_learning_rates rollout make_batch update normalised make_model "
+        "make_parser train rollout make_batch update normalised make_model "
         "Model make_env Game Games game_seeds make_pool COLUMNS make_eval_pool parse_args"
     ).split(),
     "siblings": [],

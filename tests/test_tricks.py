@@ -415,37 +415,51 @@ def test_no_baseline(monkeypatch, tmp_path):
 # Learning rates -----------------------------------------------------------------------------------
 
 
+def adapted_rates(monkeypatch, rates, *kls):
+    """Return learning rates after an update of one epoch per list of its minibatches' KLs."""
+    weight, logratios = nn.Parameter(torch.zeros(1)), []
+    for kl in np.ravel(kls):
+        x = math.sqrt(2 * kl)
+        for _ in range(9 if kl else 0):  # Newton's method for r − 1 − log r = kl, x = log r
+            x -= (math.exp(x) - 1 - x - kl) / (math.exp(x) - 1)
+        logratios.append((0 * weight, 0 * weight, 0 * weight, torch.full((4,), x)))
+    losses = iter(logratios)
+    monkeypatch.setattr(ppo, "losses", lambda *_: next(losses))
+    words = f"--adaptive-lr 0.01 --update-epochs {len(kls)} --num-minibatches {len(kls[0])}"
+    args, model = ppo.make_parser().parse_args(words.split()), SimpleNamespace(device="cpu")
+    groups = [{"params": [weight], "lr": rates[0]}, {"params": nn.Linear(1, 1).parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=rates[1])
+    ppo.update(model, optimizer, {"advantages": torch.zeros(8)}, args, torch.Generator())
+    return [group["lr"] for group in optimizer.param_groups]
+
+
 @pytest.mark.parametrize(
     "rate, kl, expected",
     [
         (3e-4, 0.0201, 2e-4),  # above 2 · 0.01
-        (3e-4, 0.02, 3e-4),
+        (3e-4, 0.0199, 3e-4),
         (3e-4, 0.01, 3e-4),
-        (3e-4, 0.005, 3e-4),
+        (3e-4, 0.0051, 3e-4),
         (3e-4, 0.0049, 4.5e-4),  # below ½ · 0.01
         (1.2e-6, 1.0, 1e-6),
         (9e-3, 0.0, 1e-2),
     ],
 )
-def test_adapt_learning_rate(rate, kl, expected):
-    """skrl's rule by hand values, with a target of 0.01, for all parameter groups."""
-    groups = [{"params": nn.Linear(1, 1).parameters(), "lr": lr} for lr in (rate, 1e-3)]
-    optimizer = torch.optim.SGD(groups)
-    ppo.adapt_learning_rate(optimizer, torch.tensor(kl), 0.01)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+def test_adaptive_lr(monkeypatch, rate, kl, expected):
+    """skrl's rule by hand values, with a target of 0.01, for all parameter groups.
+
+    What counts is the mean over an epoch's minibatches.
+    """
     second = 1e-3 / 1.5 if kl > 0.02 else 1.5e-3 if kl < 0.005 else 1e-3
-    assert optimizer.param_groups[1]["lr"] == pytest.approx(second)
+    for kls in ([kl], [0.5 * kl, 1.5 * kl]):
+        found = adapted_rates(monkeypatch, (rate, 1e-3), kls)
+        assert found == pytest.approx([expected, second])
 
 
-def test_adaptive_lr_looks_at_the_mean_kl_of_an_epoch(monkeypatch, tmp_path):
-    """After every epoch the rule gets the mean KL of the epoch's minibatches."""
-    losses, adapted = spy(monkeypatch, "losses"), spy(monkeypatch, "adapt_learning_rate")
-    train(tmp_path, "--adaptive-lr", "0.01", "--num-iterations", "2")
-    logratios = [call.result[3] for call in losses]
-    kls = [float((logratio.exp() - 1 - logratio).mean()) for logratio in logratios]
-    expected = [np.mean(kls[i : i + 2]) for i in range(0, 8, 2)]
-    assert [float(call.args[1]) for call in adapted] == pytest.approx(expected, rel=1e-3, abs=1e-7)
-    assert [call.args[2] for call in adapted] == [0.01] * 4 and expected[1] > 0
+def test_adaptive_lr_of_epochs(monkeypatch):
+    """Each epoch counts by itself: down, as it is, and up twice."""
+    kls = [0.05, 0.03], [0.02, 0.01], [0.002, 0.004], [0.0, 0.001]
+    assert adapted_rates(monkeypatch, (3e-4, 6e-4), *kls) == pytest.approx([4.5e-4, 9e-4])
 
 
 def test_adaptive_lr_beside_target_kl(tmp_path):
