@@ -714,12 +714,11 @@ class WorkerPool:
             with suppress(BrokenPipeError):  # a dead worker does not answer
                 pipe.send((command, *arguments))
         for i, (pipe, process) in enumerate(self.workers):
-            multiprocessing.connection.wait([pipe, process.sentinel])
-            with suppress(EOFError, OSError):
-                answers += [pipe.recv()] if pipe.poll() else []
-            if len(answers) == i:
+            try:
+                answers.append(pipe.recv())
+            except (EOFError, OSError):
                 process.join()
-                raise GameError(f"worker {i} died with exit code {process.exitcode}")
+                raise GameError(f"worker {i} died with exit code {process.exitcode}") from None
             if isinstance(answers[i], GameError):
                 raise answers[i]
         return answers
