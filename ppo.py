@@ -274,6 +274,7 @@ def losses(model, batch, clip_coef, clip_vloss):
 def update(model, optimizer, batch, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     seen, B = [], args.num_minibatches
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     axis = batch["advantages"].dim() - 1  # of the rows; (T, N): a row is a game's whole sequence
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
@@ -299,7 +300,14 @@ def update(model, optimizer, batch, args, generator):
             stop = args.target_kl is not None and row[3] > args.target_kl  # approx_kl
             if stop:
                 break
-            take_step(optimizer, loss, args.max_grad_norm)
+            optimizer.zero_grad(set_to_none=False)  # gradients are views, see `make_optimizer`
+            loss.backward()
+            for parameter in parameters:
+                averaged(parameter.grad)
+            norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm, foreach=False)
+            if not norm.isfinite():  # before it reaches the weights
+                raise FloatingPointError("gradient is not finite: lower --learning-rate?")
+            optimizer.step()
         if args.adaptive_lr:  # as in skrl's KLAdaptiveLR, by the epoch's mean approx_kl
             kl = torch.stack(seen[epoch * B :])[:, 3].mean()
             for group in optimizer.param_groups:
@@ -315,19 +323,6 @@ def update(model, optimizer, batch, args, generator):
 def normalised(advantages):
     """Return advantages with mean 0 and deviation 1."""
     return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-
-
-def take_step(optimizer, loss, max_grad_norm):
-    """Take an optimizer step down the clipped gradient of the loss."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer.zero_grad(set_to_none=False)  # gradients are views, see `make_optimizer`
-    loss.backward()
-    for parameter in parameters:
-        averaged(parameter.grad)
-    norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
-    if not torch.isfinite(norm):  # before it reaches the weights
-        raise FloatingPointError(f"loss {loss}, gradient is not finite: lower the learning rate?")
-    optimizer.step()
 
 
 # ------------------------------------------------------------------------------------ model

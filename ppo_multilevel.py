@@ -375,6 +375,7 @@ def minibatches(num_steps, num_envs, num_minibatches, generator):
 def update(model, optimizer, batch, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     seen = []
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     weights = signed_weights(args.num_steps, args.num_envs, args.num_minibatches)
     weights = weights.to(batch["obs"].device)[rank() :: num_ranks()]  # of `own_rows`
     # Literally, a partner's row is +min(r Ã, clip(r) Ã): its ratio may run away, and with it the
@@ -408,7 +409,14 @@ def update(model, optimizer, batch, args, generator):
             seen.append(averaged(row))
             if args.target_kl is not None and row[3] > args.target_kl:
                 return summary(seen)
-            take_step(optimizer, loss, args.max_grad_norm)
+            optimizer.zero_grad(set_to_none=False)  # gradients are views, see `make_optimizer`
+            loss.backward()
+            for parameter in parameters:
+                averaged(parameter.grad)
+            norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm, foreach=False)
+            if not norm.isfinite():  # before it reaches the weights
+                raise FloatingPointError("gradient is not finite: lower --learning-rate?")
+            optimizer.step()
     return summary(seen)
 
 
@@ -417,19 +425,6 @@ def normalised(advantages, coarsest):
     is one affine map for all levels, from the coarsest level's many rows."""
     own = advantages[:coarsest]
     return (advantages - own.mean()) / (own.std() + 1e-8)
-
-
-def take_step(optimizer, loss, max_grad_norm):
-    """Take an optimizer step down the clipped gradient of the loss."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer.zero_grad(set_to_none=False)  # gradients are views, see `make_optimizer`
-    loss.backward()
-    for parameter in parameters:
-        averaged(parameter.grad)
-    norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
-    if not torch.isfinite(norm):  # before it reaches the weights
-        raise FloatingPointError(f"loss {loss}, gradient is not finite: lower the learning rate?")
-    optimizer.step()
 
 
 def summary(seen):
