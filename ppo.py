@@ -170,16 +170,14 @@ def train(args):
 
 
 # ------------------------------------------------------------------------------------ rollout
-STEP_RESULTS = ("next_obs", "rewards", "terminated", "truncated")
-
-
 @torch.no_grad()
 def rollout(model, pool, args, generator):
     """Take T steps in all N games with the current policy. Returns the buffer, tensors (T, N, ...):
     obs, actions, logprobs, values, next_values, rewards, terminated, truncated; and the (return,
     length) of the episodes that ended. Games and policy meet in `pool.arrays`, {name: (N, ...)}."""
     arrays, T, episodes, act = pool.arrays, args.num_steps, [], fast_act(model)
-    stored = {name: arrays[name] for name in (*model.stored, *STEP_RESULTS)}
+    results = ("next_obs", "rewards", "terminated", "truncated")
+    stored = {name: arrays[name] for name in (*model.stored, *results)}
     buffer = {name: np.empty((T, *array.shape), array.dtype) for name, array in stored.items()}
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
     noise = noise.chunk(num_ranks(), 1)[rank()].to(model.device)  # of this rank's games
@@ -188,7 +186,7 @@ def rollout(model, pool, args, generator):
         for name in model.stored:  # what the policy saw and did
             buffer[name][t] = arrays[name]
         pool.call("step")
-        for name in STEP_RESULTS:  # what came of it
+        for name in results:  # what came of it
             buffer[name][t] = arrays[name]
         ends = (arrays[name][arrays["ended"]] for name in ("episode_return", "episode_length"))
         episodes += zip(*(column.tolist() for column in ends), strict=True)
@@ -358,8 +356,7 @@ class Model(nn.Module):
         if options := num_options(action_space):
             self.head = Categorical(features, options, action_space.shape)
         else:
-            shape, log_std = action_space.shape, args.init_log_std
-            self.head = Gaussian(features, shape, log_std, args.full_covariance)
+            self.head = Gaussian(features, action_space.shape, args)
         self.value = layer_init(nn.Linear(features, 1), 1.0)
         self.memory = Memory(obs_dim, args) if args.rnn else None
 
@@ -450,17 +447,17 @@ class Categorical(nn.Module):
 
 
 class Gaussian(nn.Module):
-    """Policy head for Box: mean from the features, one free log σ per action entry. With `full`
-    covariance L Lᵀ: L is lower triangular, with σ on its diagonal."""
+    """Policy head for Box: mean from the features, one free log σ per action entry. With
+    --full-covariance L Lᵀ: L is lower triangular, with σ on its diagonal."""
 
     factor = property(lambda head: head.lower.tril(-1) + head.log_std.exp().diag())  # L, (A, A)
 
-    def __init__(self, features, shape, init_log_std, full=False):
+    def __init__(self, features, shape, args):
         super().__init__()
         self.shape, self.n = shape, math.prod(shape)
         self.mean = layer_init(nn.Linear(features, self.n), 0.01)
-        self.log_std = nn.Parameter(torch.full((self.n,), init_log_std))
-        self.lower = nn.Parameter(torch.zeros(self.n, self.n)) if full else None
+        self.log_std = nn.Parameter(torch.full((self.n,), args.init_log_std))
+        self.lower = nn.Parameter(torch.zeros(self.n, self.n)) if args.full_covariance else None
 
     def forward(self, h, action_mask=None):
         """Features (M, F) → mean (M, A)."""
@@ -685,9 +682,7 @@ class Game:
 
     def record(self, obs, reward, terminated, truncated, info):
         """Write what came of a step, and start the next episode if it ended this one."""
-        a, n, flags = self.arrays, self.n, (True, False)
-        if terminated not in flags or truncated not in flags or getattr(reward, "shape", ()):
-            raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
+        a, n = self.arrays, self.n
         self.show("next_obs", obs, info)
         going = not a["ended"][n]  # after the step before
         a["episode_return"][n] = a["episode_return"][n] * going + reward
@@ -737,10 +732,7 @@ class Games:
     """The games of one worker, those in `rows` of all N."""
 
     def __init__(self, args, seeds, rows, arrays, **options):
-        try:
-            self.games = [Game(args, n, int(seeds[n]), arrays, **options) for n in rows]
-        except (Exception, SystemExit) as error:
-            raise game_error("a game cannot be made", error) from None
+        self.games = [Game(args, n, int(seeds[n]), arrays, **options) for n in rows]
 
     def call(self, command, *arguments):
         """Have one game after the other carry out a command. Returns their answers."""

@@ -456,8 +456,7 @@ class Model(nn.Module):
         if options := num_options(action_space):
             self.head = Categorical(args.hidden[-1], options, action_space.shape)
         else:
-            log_std, full = args.init_log_std, args.full_covariance
-            self.head = Gaussian(args.hidden[-1], action_space.shape, log_std, full)
+            self.head = Gaussian(args.hidden[-1], action_space.shape, args)
         self.value = layer_init(nn.Linear(args.hidden[-1], 1), 1.0)
 
     def forward(self, obs):
@@ -538,17 +537,17 @@ class Categorical(nn.Module):
 
 
 class Gaussian(nn.Module):
-    """Policy head for Box: mean from the features, one free log σ per action entry. With `full`
-    covariance L Lᵀ: L is lower triangular, with σ on its diagonal."""
+    """Policy head for Box: mean from the features, one free log σ per action entry. With
+    --full-covariance L Lᵀ: L is lower triangular, with σ on its diagonal."""
 
     factor = property(lambda head: head.lower.tril(-1) + head.log_std.exp().diag())  # L, (A, A)
 
-    def __init__(self, features, shape, init_log_std, full=False):
+    def __init__(self, features, shape, args):
         super().__init__()
         self.shape, self.n = shape, math.prod(shape)
         self.mean = layer_init(nn.Linear(features, self.n), 0.01)
-        self.log_std = nn.Parameter(torch.full((self.n,), init_log_std))
-        self.lower = nn.Parameter(torch.zeros(self.n, self.n)) if full else None
+        self.log_std = nn.Parameter(torch.full((self.n,), args.init_log_std))
+        self.lower = nn.Parameter(torch.zeros(self.n, self.n)) if args.full_covariance else None
 
     def forward(self, h, action_mask=None):
         """Features (M, F) → mean (M, A)."""

@@ -24,13 +24,13 @@ SECTIONS = (
 DIFFERS = {
     "ppo_atari": (
         "make_parser train rollout make_batch update make_model Model make_env Game Games "
-        "STEP_RESULTS make_pool EVAL_STEPS make_eval_pool parse_args"
+        "make_pool EVAL_STEPS make_eval_pool parse_args"
     ).split(),
     "ppo_multilevel": (
         "make_parser train rollout make_batch update normalised make_model "
         "Model make_env Game Games game_seeds make_pool COLUMNS make_eval_pool parse_args"
     ).split(),
-    "siblings": [],
+    "siblings": ["STEP_RESULTS"],
 }
 SIBLINGS = [name for name in SCRIPTS if name != "ppo"]
 
