@@ -664,6 +664,7 @@ class Game:
     def __init__(self, args, n, seed, arrays, **options):
         self.name, self.n, self.seed, self.arrays = args.env, n, seed, arrays
         self.env = make_env(args.env, **options)
+        self.close = self.env.close
 
     def start(self, states=None):
         """Start from the game's seed, or go on from its state among those of all N games."""
@@ -676,13 +677,10 @@ class Game:
         self.show("obs", *self.env.reset(seed=self.seed))
 
     def step(self):
-        """Take one step."""
-        action = to_env(self.arrays["actions"][self.n], self.env.action_space)
-        self.record(*self.env.step(action))
-
-    def record(self, obs, reward, terminated, truncated, info):
-        """Write what came of a step, and start the next episode if it ended this one."""
+        """Take one step, and start the next episode if it ended this one."""
         a, n = self.arrays, self.n
+        action = to_env(a["actions"][n], self.env.action_space)
+        obs, reward, terminated, truncated, info = self.env.step(action)
         self.show("next_obs", obs, info)
         going = not a["ended"][n]  # after the step before
         a["episode_return"][n] = a["episode_return"][n] * going + reward
@@ -712,10 +710,6 @@ class Game:
         self.seed, *states = pickle.loads(state)
         for (layer, kept), state in zip(layers(self.env), states, strict=True):
             layer.set_state(state) if kept is None else vars(layer).update(state)
-
-    def close(self):
-        """Close the env."""
-        self.env.close()
 
 
 def layers(env):

@@ -512,6 +512,7 @@ class Game:
     def __init__(self, args, n, seed, arrays, **options):
         self.name, self.n, self.seed, self.args, self.arrays = args.env, n, seed, args, arrays
         self.env = make_env(args.env, args.sticky_actions, args.full_action_space, **options)
+        self.close = self.env.close
         self.ale, self.obs = self.env.unwrapped.ale, arrays["obs"][n]
         actions = self.env.unwrapped.get_action_meanings()
         self.noop_max = args.noop_max if actions[0] == "NOOP" else 0  # in Backgammon it is FIRE
@@ -607,10 +608,6 @@ class Game:
         kept, ale_state, self.env.unwrapped.np_random = state
         vars(self).update(kept)
         self.ale.restoreState(ale_state)
-
-    def close(self):
-        """Close the env."""
-        self.env.close()
 
 
 class Games:
