@@ -726,7 +726,10 @@ class Games:
     """The games of one worker, those in `rows` of all N."""
 
     def __init__(self, args, seeds, rows, arrays, **options):
-        self.games = [Game(args, n, int(seeds[n]), arrays, **options) for n in rows]
+        try:
+            self.games = [Game(args, n, int(seeds[n]), arrays, **options) for n in rows]
+        except (Exception, SystemExit) as error:
+            raise game_error("a game cannot be made", error) from None
 
     def call(self, command, *arguments):
         """Have one game after the other carry out a command. Returns their answers."""

@@ -621,7 +621,10 @@ class Games:
         own = slice(rows[0], rows[-1] + 1)
         self.arrays = {name: array[own] for name, array in arrays.items() if name[0] != "*"}
         self.model, self.buffer = model, shared_buffer(arrays, own)
-        self.games = [Game(args, n, int(seeds[n]), arrays, **options) for n in rows]
+        try:
+            self.games = [Game(args, n, int(seeds[n]), arrays, **options) for n in rows]
+        except (Exception, SystemExit) as error:
+            raise game_error("a game cannot be made", error) from None
 
     def call(self, command, *arguments):
         """Have one game after the other carry out a command. Returns their answers."""

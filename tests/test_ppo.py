@@ -198,7 +198,7 @@ def scripted_rollout(env_id, words):
 
     Values are V(s) = 100 s_0 + s_1, the policy is the same in all states.
     """
-    args = options(f"--env {env_id} --hidden 2 {words}")
+    args = options(f"--env {env_id} --hidden 2 --num-envs 2 {words}")
     model = ppo.make_model(args)
     model.actor = model.critic = nn.Sequential(nn.Identity())
     (layer,) = model.head.children()
