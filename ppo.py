@@ -149,12 +149,15 @@ def train(args):
     optimizer = make_optimizer(model)
     with Run(args, model, optimizer, generator) as run:
         while run.goes_on():
-            set_learning_rates(optimizer, args, run.iteration)
+            remaining = 1 - run.iteration / args.num_iterations if args.anneal_lr else 1
+            rates = args.learning_rate, args.value_learning_rate or args.learning_rate
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):  # policy, V
+                if not args.adaptive_lr or run.iteration == 0:  # else it goes on from where it is
+                    group["lr"] = rate * remaining
             # Sample: T steps in each of N games with the policy π_old.
             buffer, episodes = rollout(model, run.pool, args, generator)
             # Judge: was an action better than the value function expected?
-            adjust_for_gae(model, buffer, args)
-            batch = make_batch(buffer, model.inputs, args)
+            batch = make_batch(buffer, model, args)
             row = {"explained_variance": explained_variance(batch)}
             if args.norm_value:
                 normalise_values(model, batch, batch["returns"])
@@ -166,34 +169,24 @@ def train(args):
     return run
 
 
-def set_learning_rates(optimizer, args, iteration):
-    """Set the learning rates of an iteration; --adaptive-lr goes on from where it is."""
-    factor = 1 - iteration / args.num_iterations if args.anneal_lr else 1
-    rates = args.learning_rate, args.value_learning_rate or args.learning_rate  # policy, V
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if not args.adaptive_lr or iteration == 0:
-            group["lr"] = rate * factor
-
-
 # ------------------------------------------------------------------------------------ rollout
-STEP_RESULTS = ("next_obs", "rewards", "terminated", "truncated")
-
-
 @torch.no_grad()
 def rollout(model, pool, args, generator):
     """Take T steps in all N games with the current policy. Returns the buffer, tensors (T, N, ...):
     obs, actions, logprobs, values, next_values, rewards, terminated, truncated; and the (return,
     length) of the episodes that ended. Games and policy meet in `pool.arrays`, {name: (N, ...)}."""
     arrays, T, episodes, act = pool.arrays, args.num_steps, [], fast_act(model)
-    stored = {name: arrays[name] for name in (*model.stored, *STEP_RESULTS)}
+    results = ("next_obs", "rewards", "terminated", "truncated")
+    stored = {name: arrays[name] for name in (*model.stored, *results)}
     buffer = {name: np.empty((T, *array.shape), array.dtype) for name, array in stored.items()}
-    noise = make_noise(model, T, len(arrays["obs"]), generator)
+    noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
+    noise = noise.chunk(num_ranks(), 1)[rank()].to(model.device)  # of this rank's games
     for t in range(T):
         act(arrays, noise[t])
         for name in model.stored:  # what the policy saw and did
             buffer[name][t] = arrays[name]
         pool.call("step")
-        for name in STEP_RESULTS:  # what came of it
+        for name in results:  # what came of it
             buffer[name][t] = arrays[name]
         ends = (arrays[name][arrays["ended"]] for name in ("episode_return", "episode_length"))
         episodes += zip(*(column.tolist() for column in ends), strict=True)
@@ -214,13 +207,6 @@ def rollout(model, pool, args, generator):
     return gathered(buffer), sum(gathered_objects(episodes), [])
 
 
-def make_noise(model, num_steps, num_envs, generator):
-    """Return the noise that makes a rollout's actions random, (T, N, ·)."""
-    num_envs *= num_ranks()
-    noise = model.head.noise(num_steps * num_envs, generator).view(num_steps, num_envs, -1)
-    return noise[:, own_games(num_envs)].to(model.device)
-
-
 # ------------------------------------------------------------------------------------ GAE
 def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     """Generalized advantage estimation; all tensors are (T, N). `next_values[t]` is V of where step
@@ -237,25 +223,22 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     return advantages
 
 
-def adjust_for_gae(model, buffer, args):
-    """Change a buffer in place, as some options want it before GAE."""
+def make_batch(buffer, model, args):
+    """Add advantages, returns; flatten to (T·N, ...) unless a state is among the model's inputs."""
     if args.norm_reward:
-        ended = buffer["terminated"] | buffer["truncated"]
-        buffer["rewards"] = model.reward_norm(buffer["rewards"], ended)
+        normalise_rewards(model, buffer, args.gamma)
     if not args.time_limit_bootstrap:
         buffer["terminated"] |= buffer["truncated"]
     if not args.baseline:  # then GAE is the sum of rewards, discounted by γλ
         buffer["values"] = buffer["next_values"] = torch.zeros_like(buffer["values"])
-
-
-def make_batch(buffer, inputs, args):
-    """Add advantages, returns; flatten to (T·N, ...) unless a state is among the model's inputs."""
     names = ("rewards", "values", "next_values", "terminated", "truncated")
     advantages = gae(*(buffer[name] for name in names), args.gamma, args.gae_lambda)
-    batch = {name: buffer[name] for name in (*inputs, "actions", "logprobs", "values")}
+    batch = {name: buffer[name] for name in (*model.inputs, "actions", "logprobs", "values")}
     # PPO, Eq. (11): R_t = Â_t + V(s_t), the value function's target
     batch |= {"advantages": advantages, "returns": advantages + buffer["values"]}
-    return batch if "state" in inputs else {name: c.flatten(0, 1) for name, c in batch.items()}
+    return (
+        batch if "state" in model.inputs else {name: c.flatten(0, 1) for name, c in batch.items()}
+    )
 
 
 def explained_variance(batch):
@@ -285,17 +268,11 @@ def losses(model, batch, clip_coef, clip_vloss):
     return pg_loss, v_loss, model.head.entropy(pi), logratio
 
 
-def policy_change(logratio, clip_coef):
-    """Return approx_kl, without bias and never negative, and clipfrac: the share beyond 1 ± ε."""
-    ratio = logratio.exp()
-    approx_kl = (ratio - 1 - logratio).mean()  # E[r − 1 − log r] estimates KL(π_old, π)
-    return approx_kl, ((ratio - 1).abs() > clip_coef).float().mean()
-
-
 # ------------------------------------------------------------------------------------ update
 def update(model, optimizer, batch, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     seen, B = [], args.num_minibatches
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     axis = batch["advantages"].dim() - 1  # of the rows; (T, N): a row is a game's whole sequence
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
@@ -309,8 +286,9 @@ def update(model, optimizer, batch, args, generator):
                 mb["advantages"] = normalised(mb["advantages"])
             *terms, logratio = losses(model, own_rows(mb, axis), args.clip_coef, args.clip_vloss)
             pg_loss, v_loss, entropy = [term.mean() for term in terms]
-            logratio = logratio if args.kl_coef else logratio.detach()
-            approx_kl, clipfrac = policy_change(logratio, args.clip_coef)
+            ratio = logratio.exp()
+            approx_kl = (ratio - 1 - logratio).mean()  # estimates KL(π_old, π) without bias, ≥ 0
+            clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
             # PPO, Eq. (9): loss = E[−L^CLIP + c_v ½ (V_θ − R)² − c_e H]
             loss = pg_loss + args.vf_coef * args.baseline * v_loss - args.ent_coef * entropy
             if args.kl_coef:  # PPO, Eq. (8): + β KL(π_old, π_θ)
@@ -320,10 +298,21 @@ def update(model, optimizer, batch, args, generator):
             stop = args.target_kl is not None and row[3] > args.target_kl  # approx_kl
             if stop:
                 break
-            take_step(optimizer, loss, args.max_grad_norm)
-        if args.adaptive_lr:
+            optimizer.zero_grad(set_to_none=False)  # gradients are views, see `make_optimizer`
+            loss.backward()
+            for parameter in parameters:
+                averaged(parameter.grad)
+            norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm, foreach=False)
+            if not norm.isfinite():  # before it reaches the weights
+                raise FloatingPointError("gradient is not finite: lower --learning-rate?")
+            optimizer.step()
+        if args.adaptive_lr:  # as in skrl's KLAdaptiveLR, by the epoch's mean approx_kl
             kl = torch.stack(seen[epoch * B :])[:, 3].mean()
-            adapt_learning_rate(optimizer, kl, args.adaptive_lr)
+            for group in optimizer.param_groups:
+                if kl > 2 * args.adaptive_lr:
+                    group["lr"] = max(group["lr"] / 1.5, 1e-6)
+                elif kl < args.adaptive_lr / 2:
+                    group["lr"] = min(group["lr"] * 1.5, 1e-2)
         if stop:
             break
     return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
@@ -332,29 +321,6 @@ def update(model, optimizer, batch, args, generator):
 def normalised(advantages):
     """Return advantages with mean 0 and deviation 1."""
     return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-
-
-def take_step(optimizer, loss, max_grad_norm):
-    """Take an optimizer step down the clipped gradient of the loss."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer.zero_grad(set_to_none=False)  # gradients are views, see `make_optimizer`
-    loss.backward()
-    for parameter in parameters:
-        averaged(parameter.grad)
-    norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
-    if not torch.isfinite(norm):  # before it reaches the weights
-        raise FloatingPointError(f"loss {loss}, gradient is not finite: lower the learning rate?")
-    optimizer.step()
-
-
-def adapt_learning_rate(optimizer, kl, target):
-    """Lower learning rates if an epoch's KL is above twice the target, raise them below half of it:
-    by a factor of 1.5, between 1e-6 and 1e-2 (skrl's KLAdaptiveLR)."""
-    for group in optimizer.param_groups:
-        if kl > 2 * target:
-            group["lr"] = max(group["lr"] / 1.5, 1e-6)
-        elif kl < target / 2:
-            group["lr"] = min(group["lr"] * 1.5, 1e-2)
 
 
 # ------------------------------------------------------------------------------------ model
@@ -381,15 +347,16 @@ class Model(nn.Module):
         self.stored = (*self.inputs, "actions", *["next_state"] * rnn)  # by a rollout
         self.obs_norm = RunningNorm((obs_dim,), cut=10) if args.norm_obs else nn.Identity()
         self.value_norm = RunningNorm() if args.norm_value else None
-        self.reward_norm = RewardNorm(args.gamma, args.num_envs) if args.norm_reward else None
+        self.reward_norm = RunningNorm() if args.norm_reward else None
+        if args.norm_reward:
+            self.reward_norm.register_buffer("discounted", torch.zeros(args.num_envs))
         width, features = args.rnn_size if args.rnn else obs_dim, args.hidden[-1]
         self.actor = hidden_layers(width, args)
         self.critic = self.actor if args.shared_net else hidden_layers(width, args)
         if options := num_options(action_space):
             self.head = Categorical(features, options, action_space.shape)
         else:
-            shape, log_std = action_space.shape, args.init_log_std
-            self.head = Gaussian(features, shape, log_std, args.full_covariance)
+            self.head = Gaussian(features, action_space.shape, args)
         self.value = layer_init(nn.Linear(features, 1), 1.0)
         self.memory = Memory(obs_dim, args) if args.rnn else None
 
@@ -480,17 +447,17 @@ class Categorical(nn.Module):
 
 
 class Gaussian(nn.Module):
-    """Policy head for Box: mean from the features, one free log σ per action entry. With `full`
-    covariance L Lᵀ: L is lower triangular, with σ on its diagonal."""
+    """Policy head for Box: mean from the features, one free log σ per action entry. With
+    --full-covariance L Lᵀ: L is lower triangular, with σ on its diagonal."""
 
     factor = property(lambda head: head.lower.tril(-1) + head.log_std.exp().diag())  # L, (A, A)
 
-    def __init__(self, features, shape, init_log_std, full=False):
+    def __init__(self, features, shape, args):
         super().__init__()
         self.shape, self.n = shape, math.prod(shape)
         self.mean = layer_init(nn.Linear(features, self.n), 0.01)
-        self.log_std = nn.Parameter(torch.full((self.n,), init_log_std))
-        self.lower = nn.Parameter(torch.zeros(self.n, self.n)) if full else None
+        self.log_std = nn.Parameter(torch.full((self.n,), args.init_log_std))
+        self.lower = nn.Parameter(torch.zeros(self.n, self.n)) if args.full_covariance else None
 
     def forward(self, h, action_mask=None):
         """Features (M, F) → mean (M, A)."""
@@ -575,23 +542,16 @@ class RunningNorm(nn.Module):
         return ((x - self.mean) / self.std).clamp(-self.cut, self.cut)
 
 
-class RewardNorm(RunningNorm):
-    """Rewards divided by the running deviation of their discounted sum (Engstrom et al. 2020)."""
-
-    def __init__(self, gamma, num_envs):
-        super().__init__(cut=10)
-        self.gamma = gamma
-        self.register_buffer("discounted", torch.zeros(num_envs))
-
-    def forward(self, rewards, ended):
-        """Scale the rewards (T, N) of a rollout, whose sums begin anew where an episode ended."""
-        sums, discounted = [], self.discounted
-        for t in range(len(rewards)):
-            sums.append(rewards[t] + self.gamma * discounted)
-            discounted = sums[t] * ~ended[t]
-        self.discounted.copy_(discounted)
-        self.update(torch.cat(sums))
-        return (rewards / self.std).clamp(-self.cut, self.cut)
+def normalise_rewards(model, buffer, gamma):
+    """Divide rewards (T, N) by the running deviation of their discounted sums, which begin anew
+    where an episode ended (Engstrom et al. 2020)."""
+    norm, rewards, sums = model.reward_norm, buffer["rewards"], []
+    ended = buffer["terminated"] | buffer["truncated"]
+    for t in range(len(rewards)):
+        sums.append(rewards[t] + gamma * norm.discounted)
+        norm.discounted.copy_(sums[t] * ~ended[t])
+    norm.update(torch.cat(sums))
+    buffer["rewards"] = (rewards / norm.std).clamp(-10, 10)
 
 
 @torch.no_grad()
@@ -704,6 +664,7 @@ class Game:
     def __init__(self, args, n, seed, arrays, **options):
         self.name, self.n, self.seed, self.arrays = args.env, n, seed, arrays
         self.env = make_env(args.env, **options)
+        self.close = self.env.close
 
     def start(self, states=None):
         """Start from the game's seed, or go on from its state among those of all N games."""
@@ -716,13 +677,10 @@ class Game:
         self.show("obs", *self.env.reset(seed=self.seed))
 
     def step(self):
-        """Take one step."""
-        action = to_env(self.arrays["actions"][self.n], self.env.action_space)
-        self.record(*self.env.step(action))
-
-    def record(self, obs, reward, terminated, truncated, info):
-        """Write what came of a step, and start the next episode if it ended this one."""
+        """Take one step, and start the next episode if it ended this one."""
         a, n, flags = self.arrays, self.n, (True, False)
+        action = to_env(a["actions"][n], self.env.action_space)
+        obs, reward, terminated, truncated, info = self.env.step(action)
         if terminated not in flags or truncated not in flags or getattr(reward, "shape", ()):
             raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
         self.show("next_obs", obs, info)
@@ -744,11 +702,9 @@ class Game:
     def get_state(self):
         """Return what `set_state` needs to go on as if nothing had happened, or None."""
         with suppress(Exception):  # whatever an env and its attributes raise
-            states = [self.seed]
-            for layer, kept in layers(self.env):
-                states.append(layer.get_state() if kept is None else kept)
+            states = [x.get_state() if kept is None else kept for x, kept in layers(self.env)]
+            state = pickle.dumps([self.seed, *states])
             # EzPickle keeps how an env was made, not where it is.
-            state = pickle.dumps(states)
             return None if b"_ezpickle_args" in state else state
 
     def set_state(self, state):
@@ -756,10 +712,6 @@ class Game:
         self.seed, *states = pickle.loads(state)
         for (layer, kept), state in zip(layers(self.env), states, strict=True):
             layer.set_state(state) if kept is None else vars(layer).update(state)
-
-    def close(self):
-        """Close the env."""
-        self.env.close()
 
 
 def layers(env):
@@ -795,7 +747,7 @@ class Games:
 def game_seeds(args, starts):
     """Return the seeds of this rank's games, (N,): others each time that games start anew."""
     seeds = np.random.SeedSequence([args.seed, starts]).generate_state(args.num_envs)
-    return seeds[own_games(args.num_envs)]
+    return np.split(seeds, num_ranks())[rank()]
 
 
 def make_pool(args, model, seeds, num_workers, **options):
@@ -852,12 +804,11 @@ class WorkerPool:
             with suppress(BrokenPipeError):  # a dead worker does not answer
                 pipe.send((command, *arguments))
         for i, (pipe, process) in enumerate(self.workers):
-            multiprocessing.connection.wait([pipe, process.sentinel])
-            with suppress(EOFError, OSError):
-                answers += [pipe.recv()] if pipe.poll() else []
-            if len(answers) == i:
+            try:
+                answers.append(pipe.recv())
+            except (EOFError, OSError):
                 process.join()
-                raise GameError(f"worker {i} died with exit code {process.exitcode}")
+                raise GameError(f"worker {i} died with exit code {process.exitcode}") from None
             if isinstance(answers[i], GameError):
                 raise answers[i]
         return answers
@@ -912,12 +863,6 @@ def report(message):
     """Print a message, once for all ranks."""
     if rank() == 0:
         print(message, file=sys.stderr, flush=True)
-
-
-def own_games(num_envs):
-    """Return the slice of all games that this rank has."""
-    share = num_envs // num_ranks()
-    return slice(rank() * share, (rank() + 1) * share)
 
 
 def own_rows(minibatch, axis=0):
@@ -1042,13 +987,11 @@ class Run(AbstractContextManager):
         self.history.append(row)
         if rank() > 0:
             return
-        try:
-            if args.eval_every and (done % args.eval_every == 0 or done == total):
-                returns, cut = evaluate(self.model, self.eval_pool, run=self)
-                row |= {"eval_cut": cut} if cut else {}
-                row |= {} if self.signal else {"eval_return": float(returns.mean())}
-        finally:
-            self.writer.writerow(row)
+        if args.eval_every and (done % args.eval_every == 0 or done == total):
+            returns, cut = evaluate(self.model, self.eval_pool, run=self)
+            row |= {"eval_cut": cut} if cut else {}
+            row |= {} if self.signal else {"eval_return": float(returns.mean())}
+        self.writer.writerow(row)
         tags = {"charts/SPS": row.get("sps")} | (tags or {})
         tags |= {f"charts/{name}": row.get(name) for name in CHARTS}
         tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
@@ -1132,26 +1075,19 @@ def run_path(args):
 def write_file(path, content):
     """Write bytes to a file atomically: whoever dies here, or finds no room, leaves the old one."""
     partial = path.with_suffix(".partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(f"{path} cannot be written: {error}") from None
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
 
 
 def load_checkpoint(run_dir):
     """Read RUN_DIR/checkpoint.pt: tensors and plain values, no code runs from the file."""
     path = Path(run_dir) / "checkpoint.pt"
-    content = io.BytesIO(path.read_bytes())
-    try:
-        state = torch.load(content, map_location="cpu", weights_only=True)
-        assert all(weights.isfinite().all() for weights in state["model"].values())
-    except Exception as error:  # of many kinds
-        raise ValueError(f"{path} is damaged, or has NaN: {one_line(error)}") from None
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not all(weights.isfinite().all() for weights in state["model"].values()):
+        raise ValueError(f"{path} has NaN or infinity among its weights")
     return state
 
 
@@ -1174,7 +1110,7 @@ def evaluate(model, pool, generator=None, run=None):
     pool.call("start")
     returns, going = np.zeros(E), np.ones(E, bool)
     for _ in range(EVAL_STEPS):
-        model.act(arrays, generator and make_noise(model, 1, E, generator)[0])
+        model.act(arrays, generator and model.head.noise(E, generator).to(model.device))
         pool.call("step")
         returns[going] = arrays["episode_return"][going]
         going &= ~arrays["ended"]
@@ -1310,8 +1246,8 @@ def parse_with_run(parser, argv):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if args.eval and num_ranks() > 1:
         parser.error("argument --eval: takes one process, not torchrun")
-    with option_error(parser, "--export-onnx"):
-        if args.export_onnx:
+    if args.export_onnx:
+        with option_error(parser, "--export-onnx"):
             import onnx  # noqa: F401, torch needs it for that
     if run_dir:
         with option_error(parser, option):
@@ -1320,9 +1256,7 @@ def parse_with_run(parser, argv):
                 raise ValueError(f"{run_dir} is of another script, or its config.json is damaged")
             if args.total_timesteps or args.num_iterations:
                 options |= {"total_timesteps": None, "num_iterations": None}
-            # As text, numbers are checked like those of a command line.
-            texts = {name: str(x) for name, x in options.items() if type(x) in (int, float)}
-            parser.set_defaults(**options | texts)
+            parser.set_defaults(**options)
             args = parser.parse_args(argv)
             for name in sorted(options.keys() - MAY_CHANGE):
                 if (value := options[name]) != getattr(args, name):
@@ -1333,9 +1267,8 @@ def parse_with_run(parser, argv):
         torch.empty(0, device=None if args.device == "auto" else args.device)
         if args.device == "cuda" and num_ranks() > 1:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    with option_error(parser, "--log-dir"):
+    with option_error(parser, "--log-dir, --run-name"):
         run_dir or Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-    with option_error(parser, "--run-name"):
         if rank() == 0 and not run_dir and (path := run_path(args)).exists():
             raise ValueError(f"{path} is there already")
     return args

@@ -71,23 +71,17 @@ def make_parser():
     parser = argparse.ArgumentParser(Path(__file__).name, **options)
     add_common_options(parser)
     option = functools.partial(add_option, parser.add_argument_group("ppo_atari.py"))
-    text = "game: Breakout, BreakoutNoFrameskip-v4 and ALE/Breakout-v5 are the same"
-    option("--env", game_name, "Breakout", text)
+    probability, precisions = number(float, 0, 1), ("auto", "fp32", "bf16")
+    option("--env", game_name, "Breakout", "also as BreakoutNoFrameskip-v4 or ALE/Breakout-v5")
     option("--num-steps", number(int, 1), 128, "T, steps per game and iteration; 128 usual")
     option("--frameskip", number(int, 1), 4, "frames that an action lasts; Gymnasium's v5: 4")
-    text = "probability that a frame repeats the last action; 0.25 in Gymnasium's v5"
-    option("--sticky-actions", number(float, 0, 1), 0.0, text)
-    text = "all 18 actions instead of those that the game knows; off in Gymnasium too"
-    option("--full-action-space", bool, False, text)
-    text = "an episode ends with a life, but the game goes on; off in Gymnasium"
-    option("--episodic-life", bool, True, text)
-    text = "a game starts with 1 to so many frames without action; 0 in Gymnasium"
-    option("--noop-max", number(int, 0), 30, text)
-    text = "press FIRE at the start of an episode where the game has it; off in Gymnasium"
-    option("--fire", bool, True, text)
+    option("--sticky-actions", probability, 0.0, "a frame repeats the last action; Gymnasium: 0.25")
+    option("--full-action-space", bool, False, "all 18 actions, also those that the game ignores")
+    option("--episodic-life", bool, True, "an episode ends with a life; Gymnasium: off")
+    option("--noop-max", number(int, 0), 30, "games start with 1 to so many no-ops; Gymnasium: 0")
+    option("--fire", bool, True, "an episode starts with FIRE if the game has it; Gymnasium: off")
     option("--anneal-clip", bool, True, "lower ε linearly to 0 over the run, as the learning rate")
-    text = "of the network's layers; auto: bf16 where the processor has it, else fp32"
-    option("--precision", str, "auto", text, choices=("auto", "fp32", "bf16"))
+    option("--precision", str, "auto", "auto: bf16 if the processor has it", choices=precisions)
     option("--compile", bool, False, "torch.compile the network for updates; needs a C++ compiler")
     parser.set_defaults(num_workers=num_cores(), num_envs=8, clip_coef=0.1)
     return parser
@@ -142,8 +136,7 @@ def add_common_options(parser):
 
 # ------------------------------------------------------------------------------------ train
 def train(args):
-    """Train as `args` say. Returns the `Run`: model, optimizer, history, run_dir, signal. Raises
-    GameError when a game or a worker fails, after saving the last complete iteration."""
+    """Train as `args` say. Returns the `Run`. Saves, then raises GameError, when a game fails."""
     keep_freed_memory()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a worker that is forked off must not find several
@@ -159,7 +152,10 @@ def train(args):
         if rank() == 0 and not args.quiet:
             print(settings(args, model), flush=True)
         while run.goes_on():
-            clip_coef = set_schedules(optimizer, args, run.iteration)
+            remaining = 1 - run.iteration / args.num_iterations
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1)
+            clip_coef = args.clip_coef * (remaining if args.anneal_clip else 1)
             # Sample: T steps in each of N games with the policy π_old.
             buffer, episodes = rollout(model, run.pool, args, generator)
             # Judge: was an action better than the value function expected?
@@ -171,37 +167,48 @@ def train(args):
     return run
 
 
-def set_schedules(optimizer, args, iteration):
-    """Set the learning rate of an iteration. Returns its ε."""
-    remaining = 1 - iteration / args.num_iterations
-    for group in optimizer.param_groups:
-        group["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1)
-    return args.clip_coef * (remaining if args.anneal_clip else 1)
-
-
 def settings(args, model):
     """Return the line that a run starts with: what is played, and how."""
     names = "frameskip sticky_actions full_action_space episodic_life noop_max fire num_workers"
-    shown = {name: getattr(args, name) for name in names.split()}
-    shown["precision"] = "bf16" if model.bf16 else "fp32"
-    return f"{args.env}: " + ", ".join(f"{name} {value}" for name, value in shown.items())
+    shown = ", ".join(f"{name} {getattr(args, name)}" for name in names.split())
+    return f"{args.env}: {shown}, precision {'bf16' if model.bf16 else 'fp32'}"
 
 
 # ------------------------------------------------------------------------------------ rollout
+STEP_RESULTS = "next_obs rewards terminated truncated ended episode_return episode_length".split()
+
+
 @torch.no_grad()
 def rollout(model, pool, args, generator):
     """Take T steps in all N games with the current policy. Returns the buffer, tensors (T, N, ...):
     obs, actions, logprobs, values, next_values, rewards, terminated, truncated; and the (return,
     length) of the games that ended, both of all ranks. On a CPU the tensors are the memory that the
-    next rollout writes to."""
+    next rollout writes to. Values and logprobs come from passes over all steps, with the update's
+    own arithmetic: its first ratios are 1, whatever the workers' rounding."""
     buffer = shared_buffer(pool.arrays)
-    T, N, _ = buffer["noise"].shape
-    buffer["noise"][:] = make_noise(model, T, N, generator).cpu()
+    T, N = args.num_steps, args.num_envs
+    noise = model.head.noise(T * N, generator).view(T, N, -1)
+    buffer["noise"][:] = noise.chunk(num_ranks(), 1)[rank()]  # of this rank's games
     if model.device.type == "cpu":
         pool.call("rollout")  # the workers play with the same weights, in shared memory
     else:
         play_steps(model, pool.arrays, functools.partial(pool.call, "step"), buffer)
-    return gathered(finish(model, buffer)), sum(gathered_objects(ended_episodes(buffer)), [])
+    ends = (buffer[name][buffer["ended"]] for name in ("episode_return", "episode_length"))
+    episodes = [*zip(*(column.tolist() for column in ends), strict=True)]
+    next_obs = torch.from_numpy(buffer["next_obs"])
+    names = ("obs", "actions", "rewards", "terminated", "truncated")
+    buffer = {name: torch.from_numpy(buffer[name]).to(model.device) for name in names}
+    # In pieces: on a CPU that is faster than 1,000 pictures at once.
+    pieces = [model(obs) for obs in buffer["obs"].split(32)]
+    pi, values = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    # V(s_{t+1}) is the next row's, but for a time limit's end and the end of the rollout; where the
+    # step `terminated`, gae ignores it.
+    next_values, apart = values.roll(-1, 0), buffer["truncated"].clone()
+    apart[-1] = True
+    next_values[apart] = model(next_obs[apart.cpu()].to(model.device))[1]
+    buffer |= {"values": values, "next_values": next_values}
+    buffer["logprobs"] = model.head.log_prob(pi, buffer["actions"])
+    return gathered(buffer), sum(gathered_objects(episodes), [])
 
 
 @torch.no_grad()
@@ -216,38 +223,6 @@ def play_steps(model, arrays, step, buffer):
             step()
             for name in STEP_RESULTS:  # what came of it
                 buffer[name][t] = arrays[name]
-
-
-def make_noise(model, num_steps, num_envs, generator):
-    """Return the noise that makes a rollout's actions random, (T, N, ·)."""
-    num_envs *= num_ranks()
-    noise = model.head.noise(num_steps * num_envs, generator).view(num_steps, num_envs, -1)
-    return noise[:, own_games(num_envs)].to(model.device)
-
-
-def ended_episodes(arrays):
-    """Return (return, length) wherever an episode `ended`, of arrays (N,) or (T, N)."""
-    columns = (arrays[name][arrays["ended"]] for name in ("episode_return", "episode_length"))
-    return [*zip(*(column.tolist() for column in columns), strict=True)]
-
-
-def finish(model, buffer):
-    """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs. They come
-    from passes over all steps here, with the update's own arithmetic: its first ratios are 1,
-    whatever the workers' rounding."""
-    next_obs = torch.from_numpy(buffer["next_obs"])
-    names = ("obs", "actions", "rewards", "terminated", "truncated")
-    buffer = {name: torch.from_numpy(buffer[name]).to(model.device) for name in names}
-    # In pieces: on a CPU that is faster than 1,000 pictures at once.
-    pieces = [model(obs) for obs in buffer["obs"].split(32)]
-    pi, values = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    # V(s_{t+1}) is the next row's, but for a time limit's end and the end of the rollout; where the
-    # step `terminated`, gae ignores it.
-    next_values, apart = values.roll(-1, 0), buffer["truncated"].clone()
-    apart[-1] = True
-    next_values[apart] = model(next_obs[apart.cpu()].to(model.device))[1]
-    logprobs = model.head.log_prob(pi, buffer["actions"])
-    return buffer | {"values": values, "next_values": next_values, "logprobs": logprobs}
 
 
 # ------------------------------------------------------------------------------------ GAE
@@ -267,8 +242,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
 
 
 def make_batch(buffer, inputs, args):
-    """Add advantages and returns to a buffer and flatten it: (T, N, ...) → (T·N, ...). `inputs`
-    names the model's inputs."""
+    """Add advantages and returns to a buffer and flatten it: (T, N, ...) → (T·N, ...)."""
     names = ("rewards", "values", "next_values", "terminated", "truncated")
     advantages = gae(*(buffer[name] for name in names), args.gamma, args.gae_lambda)
     batch = {name: buffer[name] for name in (*inputs, "actions", "logprobs", "values")}
@@ -303,17 +277,11 @@ def losses(model, batch, clip_coef, clip_vloss):
     return pg_loss, v_loss, model.head.entropy(pi), logratio
 
 
-def policy_change(logratio, clip_coef):
-    """Return approx_kl, without bias and never negative, and clipfrac: the share beyond 1 ± ε."""
-    ratio = logratio.exp()
-    approx_kl = (ratio - 1 - logratio).mean()  # E[r − 1 − log r] estimates KL(π_old, π)
-    return approx_kl, ((ratio - 1).abs() > clip_coef).float().mean()
-
-
 # ------------------------------------------------------------------------------------ update
 def update(model, optimizer, batch, args, clip_coef, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     seen, B = [], args.num_minibatches
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
     for _ in range(args.update_epochs):
@@ -325,15 +293,27 @@ def update(model, optimizer, batch, args, clip_coef, generator):
             mb = own_rows(mb)
             *terms, logratio = losses(model, mb, clip_coef, args.clip_vloss)
             pg_loss, v_loss, entropy = [term.mean() for term in terms]
-            approx_kl, clipfrac = policy_change(logratio.detach(), clip_coef)
+            ratio = logratio.exp()
+            approx_kl = (ratio - 1 - logratio).mean()  # estimates KL(π_old, π) without bias, ≥ 0
+            clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
             # PPO, Eq. (9): loss = E[−L^CLIP + c_v ½ (V_θ − R)² − c_e H]
             loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
             row = torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach()
             seen.append(averaged(row))
-            if args.target_kl is not None and row[3] > args.target_kl:
-                return summary(seen)
-            take_step(optimizer, loss, args.max_grad_norm)
-    return summary(seen)
+            stop = args.target_kl is not None and row[3] > args.target_kl  # approx_kl
+            if stop:
+                break
+            optimizer.zero_grad(set_to_none=False)  # gradients are views, see `make_optimizer`
+            loss.backward()
+            for parameter in parameters:
+                averaged(parameter.grad)
+            norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm, foreach=False)
+            if not norm.isfinite():  # before it reaches the weights
+                raise FloatingPointError("gradient is not finite: lower --learning-rate?")
+            optimizer.step()
+        if stop:
+            break
+    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
 
 
 def normalised(advantages):
@@ -341,42 +321,18 @@ def normalised(advantages):
     return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
 
-def take_step(optimizer, loss, max_grad_norm):
-    """Take an optimizer step down the clipped gradient of the loss."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer.zero_grad(set_to_none=False)  # gradients are views, see `make_optimizer`
-    loss.backward()
-    for parameter in parameters:
-        averaged(parameter.grad)
-    norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
-    if not torch.isfinite(norm):  # before it reaches the weights
-        raise FloatingPointError(f"loss {loss}, gradient is not finite: lower the learning rate?")
-    optimizer.step()
-
-
-def summary(seen):
-    """Return the mean over an update's minibatches of each quantity, {name: float}."""
-    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
-
-
 # ------------------------------------------------------------------------------------ model
 def make_model(args):
     """Return the Model for the game, its weights drawn from torch's global generator."""
     with closing(make_env(args.env, full_action_space=args.full_action_space)) as env:
         action_space = env.action_space
-    device = choose_device(args.device)
+    device = args.device
+    if device == "auto":  # cuda if there is one for each rank of this machine
+        enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if enough else "cpu"
+    device = torch.device(device)
     bf16 = args.precision == "bf16" or args.precision == "auto" and has_bf16(device)
     return Model(action_space, bf16).to(device)
-
-
-def choose_device(name):
-    """Return the torch device of this name; auto: cuda if there is one for each rank, else cpu."""
-    if name == "auto" and torch.cuda.device_count() >= max(
-        1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    ):
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        name = "cuda"
-    return torch.device("cpu" if name == "auto" else name)
 
 
 def has_bf16(device):
@@ -518,12 +474,9 @@ def keep_freed_memory():
 # ------------------------------------------------------------------------------------ games
 def game_name(name):
     """Return a game's short name: `BreakoutNoFrameskip-v4`, `ALE/Breakout-v5` → `Breakout`. Raises
-    ArgumentTypeError with the nearest names if there is no such game, or without ale-py."""
-    try:
-        import ale_py
-    except ModuleNotFoundError:
-        text = "Atari games need ale-py: pip install 'gymnasium[atari]'"
-        raise argparse.ArgumentTypeError(text) from None
+    ArgumentTypeError with the nearest names if there is no such game."""
+    import ale_py
+
     gym.register_envs(ale_py)
     games = [id[4:-3] for id in gym.registry if re.fullmatch(r"ALE/.*-v5", id)]
     games = {game.lower(): game for game in games}
@@ -541,15 +494,10 @@ def make_env(env_id, sticky_actions=0.0, full_action_space=False, render_mode=No
     import ale_py
 
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
-    env = gym.make(
-        f"ALE/{game_name(env_id)}-v5",
-        frameskip=1,
-        repeat_action_probability=sticky_actions,
-        full_action_space=full_action_space,
-        obs_type="ram",  # small: `Game` looks at the screen itself, not at every frame
-        render_mode=render_mode,
-        disable_env_checker=True,
-    )
+    options = {"frameskip": 1, "repeat_action_probability": sticky_actions}
+    options |= {"full_action_space": full_action_space, "render_mode": render_mode}
+    options["obs_type"] = "ram"  # small: `Game` looks at the screen itself, not at every frame
+    env = gym.make(f"ALE/{game_name(env_id)}-v5", disable_env_checker=True, **options)
     env.metadata = env.metadata | {"render_fps": 60}
     return env
 
@@ -564,6 +512,7 @@ class Game:
     def __init__(self, args, n, seed, arrays, **options):
         self.name, self.n, self.seed, self.args, self.arrays = args.env, n, seed, args, arrays
         self.env = make_env(args.env, args.sticky_actions, args.full_action_space, **options)
+        self.close = self.env.close
         self.ale, self.obs = self.env.unwrapped.ale, arrays["obs"][n]
         actions = self.env.unwrapped.get_action_meanings()
         self.noop_max = args.noop_max if actions[0] == "NOOP" else 0  # in Backgammon it is FIRE
@@ -660,10 +609,6 @@ class Game:
         vars(self).update(kept)
         self.ale.restoreState(ale_state)
 
-    def close(self):
-        """Close the env."""
-        self.env.close()
-
 
 class Games:
     """The games of one worker, those in `rows` of all N. With a `model` they can play whole
@@ -695,22 +640,6 @@ class Games:
         return answers
 
 
-STEP_RESULTS = "next_obs rewards terminated truncated ended episode_return episode_length".split()
-
-
-def array_layout(num_envs, num_steps, num_actions):
-    """Return {name: (shape, dtype)} of the arrays that main process and workers share. Those of the
-    games' last step are (N, ...), those of the rollout's buffer, *name, (T, N, ...)."""
-    frames, flag, number = ((84, 84, 4), np.uint8), ((), np.bool_), ((), np.int64)
-    arrays = {"obs": frames, "next_obs": frames, "actions": number, "rewards": ((), np.float32)}
-    arrays |= {"terminated": flag, "truncated": flag, "ended": flag}
-    arrays |= {"episode_return": ((), np.float64), "episode_length": number}
-    layout = {name: ((num_envs, *shape), dtype) for name, (shape, dtype) in arrays.items()}
-    for name, (shape, dtype) in (arrays | {"noise": ((num_actions,), np.float32)}).items():
-        layout[f"*{name}"] = (num_steps, num_envs, *shape), dtype
-    return layout
-
-
 def shared_buffer(arrays, rows=slice(None)):
     """Return the rollout's buffer among the shared arrays, {name: (T, N, ...)}, for these games."""
     return {name[1:]: array[:, rows] for name, array in arrays.items() if name[0] == "*"}
@@ -719,21 +648,32 @@ def shared_buffer(arrays, rows=slice(None)):
 def game_seeds(args, starts):
     """Return the seeds of this rank's games, (N,): others each time that games start anew."""
     seeds = np.random.SeedSequence([args.seed, starts]).generate_state(args.num_envs)
-    return seeds[own_games(args.num_envs)]
+    return np.split(seeds, num_ranks())[rank()]
 
 
 def make_pool(args, model, seeds, num_workers, num_steps=None, **options):
-    """Return the pool of one game per seed; on a CPU the model plays rollouts in its workers."""
-    num_steps = args.num_steps if num_steps is None else num_steps
-    layout = array_layout(len(seeds), num_steps, model.head.n)
+    """Return the pool of one game per seed; on a CPU the model plays rollouts in its workers. The
+    arrays of the games' last step are (N, ...), the rollout's buffer is in *name, (T, N, ...)."""
+    T, N, frames = args.num_steps if num_steps is None else num_steps, len(seeds), (84, 84, 4)
+    arrays = {"obs": (frames, "uint8"), "next_obs": (frames, "uint8"), "rewards": ((), "float32")}
+    arrays |= {name: ((), "bool") for name in ("terminated", "truncated", "ended")}
+    arrays |= {"episode_return": ((), "float64"), "episode_length": ((), "int64")}
+    arrays |= {"actions": ((), "int64"), "noise": ((model.head.n,), "float32")}
+    layout = {name: ((N, *shape), dtype) for name, (shape, dtype) in arrays.items()}
+    layout |= {f"*{name}": ((T, N, *shape), dtype) for name, (shape, dtype) in arrays.items()}
     player = model if model.device.type == "cpu" else None
     games = functools.partial(Games, args, player, seeds, **options)
-    return WorkerPool(games, layout, len(seeds), num_workers)
+    return WorkerPool(games, layout, N, num_workers)
 
 
 # ------------------------------------------------------------------------------------ worker pool
 class GameError(RuntimeError):
     """A game or a worker process failed; the first line of the message says which and how."""
+
+
+def game_error(what, error):
+    """Return the GameError for an exception, while it is handled: a line, and its traceback."""
+    return GameError(f"{what}: {one_line(error)}\n{traceback.format_exc()}")
 
 
 class WorkerPool:
@@ -766,12 +706,11 @@ class WorkerPool:
             with suppress(BrokenPipeError):  # a dead worker does not answer
                 pipe.send((command, *arguments))
         for i, (pipe, process) in enumerate(self.workers):
-            multiprocessing.connection.wait([pipe, process.sentinel])
-            with suppress(EOFError, OSError):
-                answers += [pipe.recv()] if pipe.poll() else []
-            if len(answers) == i:
+            try:
+                answers.append(pipe.recv())
+            except (EOFError, OSError):
                 process.join()
-                raise GameError(f"worker {i} died with exit code {process.exitcode}")
+                raise GameError(f"worker {i} died with exit code {process.exitcode}") from None
             if isinstance(answers[i], GameError):
                 raise answers[i]
         return answers
@@ -807,16 +746,9 @@ def work(pipe, make_games, rows, shared):
             pipe.send(error if known else game_error("a worker failed", error))
 
 
-def game_error(what, error):
-    """Return the GameError for an exception, while it is handled: a line, and its traceback."""
-    return GameError(f"{what}: {one_line(error)}\n{traceback.format_exc()}")
-
-
 # ------------------------------------------------------------------------------------ ranks
-
-# torchrun starts several processes, the ranks, to train one model. A rank has its share of the
-# games, and gets the rows of all: statistics and minibatches are those of one process. Of each
-# minibatch it takes its share; then the ranks average their gradients.
+# torchrun starts several processes, the ranks, to train one model. Each has its share of the games,
+# gets the rows of all, takes its share of each minibatch; then the ranks average their gradients.
 
 
 def rank():
@@ -833,12 +765,6 @@ def report(message):
     """Print a message, once for all ranks."""
     if rank() == 0:
         print(message, file=sys.stderr, flush=True)
-
-
-def own_games(num_envs):
-    """Return the slice of all games that this rank has."""
-    share = num_envs // num_ranks()
-    return slice(rank() * share, (rank() + 1) * share)
 
 
 def own_rows(minibatch, axis=0):
@@ -963,13 +889,11 @@ class Run(AbstractContextManager):
         self.history.append(row)
         if rank() > 0:
             return
-        try:
-            if args.eval_every and (done % args.eval_every == 0 or done == total):
-                returns, cut = evaluate(self.model, self.eval_pool, run=self)
-                row |= {"eval_cut": cut} if cut else {}
-                row |= {} if self.signal else {"eval_return": float(returns.mean())}
-        finally:
-            self.writer.writerow(row)
+        if args.eval_every and (done % args.eval_every == 0 or done == total):
+            returns, cut = evaluate(self.model, self.eval_pool, run=self)
+            row |= {"eval_cut": cut} if cut else {}
+            row |= {} if self.signal else {"eval_return": float(returns.mean())}
+        self.writer.writerow(row)
         tags = {"charts/SPS": row.get("sps")} | (tags or {})
         tags |= {f"charts/{name}": row.get(name) for name in CHARTS}
         tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
@@ -1053,26 +977,19 @@ def run_path(args):
 def write_file(path, content):
     """Write bytes to a file atomically: whoever dies here, or finds no room, leaves the old one."""
     partial = path.with_suffix(".partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(f"{path} cannot be written: {error}") from None
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
 
 
 def load_checkpoint(run_dir):
     """Read RUN_DIR/checkpoint.pt: tensors and plain values, no code runs from the file."""
     path = Path(run_dir) / "checkpoint.pt"
-    content = io.BytesIO(path.read_bytes())
-    try:
-        state = torch.load(content, map_location="cpu", weights_only=True)
-        assert all(weights.isfinite().all() for weights in state["model"].values())
-    except Exception as error:  # of many kinds
-        raise ValueError(f"{path} is damaged, or has NaN: {one_line(error)}") from None
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not all(weights.isfinite().all() for weights in state["model"].values()):
+        raise ValueError(f"{path} has NaN or infinity among its weights")
     return state
 
 
@@ -1095,7 +1012,7 @@ def evaluate(model, pool, generator=None, run=None):
     pool.call("start")
     returns, going = np.zeros(E), np.ones(E, bool)
     for _ in range(EVAL_STEPS):
-        model.act(arrays, generator and make_noise(model, 1, E, generator)[0])
+        model.act(arrays, generator and model.head.noise(E, generator).to(model.device))
         pool.call("step")
         returns[going] = arrays["episode_return"][going]
         going &= ~arrays["ended"]
@@ -1227,8 +1144,8 @@ def parse_with_run(parser, argv):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if args.eval and num_ranks() > 1:
         parser.error("argument --eval: takes one process, not torchrun")
-    with option_error(parser, "--export-onnx"):
-        if args.export_onnx:
+    if args.export_onnx:
+        with option_error(parser, "--export-onnx"):
             import onnx  # noqa: F401, torch needs it for that
     if run_dir:
         with option_error(parser, option):
@@ -1237,9 +1154,7 @@ def parse_with_run(parser, argv):
                 raise ValueError(f"{run_dir} is of another script, or its config.json is damaged")
             if args.total_timesteps or args.num_iterations:
                 options |= {"total_timesteps": None, "num_iterations": None}
-            # As text, numbers are checked like those of a command line.
-            texts = {name: str(x) for name, x in options.items() if type(x) in (int, float)}
-            parser.set_defaults(**options | texts)
+            parser.set_defaults(**options)
             args = parser.parse_args(argv)
             for name in sorted(options.keys() - MAY_CHANGE):
                 if (value := options[name]) != getattr(args, name):
@@ -1250,9 +1165,8 @@ def parse_with_run(parser, argv):
         torch.empty(0, device=None if args.device == "auto" else args.device)
         if args.device == "cuda" and num_ranks() > 1:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    with option_error(parser, "--log-dir"):
+    with option_error(parser, "--log-dir, --run-name"):
         run_dir or Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-    with option_error(parser, "--run-name"):
         if rank() == 0 and not run_dir and (path := run_path(args)).exists():
             raise ValueError(f"{path} is there already")
     return args

@@ -210,9 +210,8 @@ def add_network_options(parser):
 
 # ------------------------------------------------------------------------------------ train
 def train(args, rule=None):
-    """Train as `args` say; `rule` chooses each iteration's levels, see `Climb`. Returns the `Run`:
-    model, optimizer, history, run_dir, signal. Raises GameError when a game or a worker fails,
-    after saving the last complete iteration."""
+    """Train as `args` say; `rule` chooses each iteration's levels, see `Climb`. Returns the `Run`.
+    Saves, then raises GameError, when a game fails."""
     torch.set_num_threads(1)  # more threads only slow a small network down
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
@@ -297,7 +296,8 @@ def rollout(model, pool, level, T, args, generator):
     ]
     names, episodes = (*model.stored, *STEP_RESULTS), []
     buffers = [{name: np.empty((T, *a[name].shape), a[name].dtype) for name in names} for a in pair]
-    noise = make_noise(model, T, args.num_envs // num_ranks(), generator)  # both members'
+    noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
+    noise = noise.chunk(num_ranks(), 1)[rank()].to(model.device)  # of this rank, for both members
     if by_step:
         pool.call("synchronize", level)
     for t in range(T):
@@ -316,13 +316,6 @@ def rollout(model, pool, level, T, args, generator):
     levels = args.levels[level], args.levels[max(level - 1, 0)]
     buffers = [gathered(finish(model, *which)) for which in zip(buffers, levels)]
     return buffers, sum(gathered_objects(episodes), [])
-
-
-def make_noise(model, num_steps, num_envs, generator):
-    """Return the noise that makes a rollout's actions random, (T, N, ·)."""
-    num_envs *= num_ranks()
-    noise = model.head.noise(num_steps * num_envs, generator).view(num_steps, num_envs, -1)
-    return noise[:, own_games(num_envs)].to(model.device)
 
 
 def ended_episodes(arrays):
@@ -365,8 +358,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
 
 
 def make_batch(buffer, inputs, args):
-    """Add advantages and returns to a buffer and flatten it: (T, N, ...) → (T·N, ...). `inputs`
-    names the model's inputs."""
+    """Add advantages and returns to a buffer and flatten it: (T, N, ...) → (T·N, ...)."""
     names = ("rewards", "values", "next_values", "terminated", "truncated")
     advantages = gae(*(buffer[name] for name in names), args.gamma, args.gae_lambda)
     batch = {name: buffer[name] for name in (*inputs, "actions", "logprobs", "values")}
@@ -399,13 +391,6 @@ def losses(model, batch, clip_coef, clip_vloss):
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, 0.5 * (batch["values"] + change - returns).square())
     return pg_loss, v_loss, model.head.entropy(pi), logratio
-
-
-def policy_change(logratio, clip_coef):
-    """Return approx_kl, without bias and never negative, and clipfrac: the share beyond 1 ± ε."""
-    ratio = logratio.exp()
-    approx_kl = (ratio - 1 - logratio).mean()  # E[r − 1 − log r] estimates KL(π_old, π)
-    return approx_kl, ((ratio - 1).abs() > clip_coef).float().mean()
 
 
 # ------------------------------------------------------------------------------------ update
@@ -450,6 +435,7 @@ def minibatches(num_steps, num_envs, num_minibatches, generator):
 def update(model, optimizer, batch, plan, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     seen, num_steps = [], plan.num_steps
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     weights = signed_weights(num_steps, args.num_envs, args.num_minibatches, plan.controls)
     weights = weights.to(batch["obs"].device)[rank() :: num_ranks()]  # of `own_rows`
     # Literally, a partner's row is +min(r Ã, clip(r) Ã): its ratio may run away, and with it the
@@ -475,13 +461,22 @@ def update(model, optimizer, batch, plan, args, generator):
             terms = [(w * term).mean() for w, term in zip(term_weights, terms)]
             pg_loss, v_loss, entropy = terms
             loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
-            own = logratio[weights > 0].detach()
-            approx_kl, clipfrac = policy_change(own, args.clip_coef)
+            logratio = logratio[weights > 0]
+            ratio = logratio.exp()
+            approx_kl = (ratio - 1 - logratio).mean()  # estimates KL(π_old, π) without bias, ≥ 0
+            clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
             row = torch.stack([*terms, approx_kl, clipfrac]).detach()
             seen.append(averaged(row))
             if args.target_kl is not None and row[3] > args.target_kl:
                 return summary(seen)
-            take_step(optimizer, loss, args.max_grad_norm)
+            optimizer.zero_grad(set_to_none=False)  # gradients are views, see `make_optimizer`
+            loss.backward()
+            for parameter in parameters:
+                averaged(parameter.grad)
+            norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm, foreach=False)
+            if not norm.isfinite():  # before it reaches the weights
+                raise FloatingPointError("gradient is not finite: lower --learning-rate?")
+            optimizer.step()
     return summary(seen)
 
 
@@ -490,19 +485,6 @@ def normalised(advantages, coarsest):
     is one affine map for all levels, from the coarsest level's many rows."""
     own = advantages[:coarsest]
     return (advantages - own.mean()) / (own.std() + 1e-8)
-
-
-def take_step(optimizer, loss, max_grad_norm):
-    """Take an optimizer step down the clipped gradient of the loss."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer.zero_grad(set_to_none=False)  # gradients are views, see `make_optimizer`
-    loss.backward()
-    for parameter in parameters:
-        averaged(parameter.grad)
-    norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
-    if not torch.isfinite(norm):  # before it reaches the weights
-        raise FloatingPointError(f"loss {loss}, gradient is not finite: lower the learning rate?")
-    optimizer.step()
 
 
 def summary(seen):
@@ -701,8 +683,7 @@ class Model(nn.Module):
         if options := num_options(action_space):
             self.head = Categorical(args.hidden[-1], options, action_space.shape)
         else:
-            log_std, full = args.init_log_std, args.full_covariance
-            self.head = Gaussian(args.hidden[-1], action_space.shape, log_std, full)
+            self.head = Gaussian(args.hidden[-1], action_space.shape, args)
         self.value = layer_init(nn.Linear(args.hidden[-1], 1), 1.0)
 
     def forward(self, obs):
@@ -783,17 +764,17 @@ class Categorical(nn.Module):
 
 
 class Gaussian(nn.Module):
-    """Policy head for Box: mean from the features, one free log σ per action entry. With `full`
-    covariance L Lᵀ: L is lower triangular, with σ on its diagonal."""
+    """Policy head for Box: mean from the features, one free log σ per action entry. With
+    --full-covariance L Lᵀ: L is lower triangular, with σ on its diagonal."""
 
     factor = property(lambda head: head.lower.tril(-1) + head.log_std.exp().diag())  # L, (A, A)
 
-    def __init__(self, features, shape, init_log_std, full=False):
+    def __init__(self, features, shape, args):
         super().__init__()
         self.shape, self.n = shape, math.prod(shape)
         self.mean = layer_init(nn.Linear(features, self.n), 0.01)
-        self.log_std = nn.Parameter(torch.full((self.n,), init_log_std))
-        self.lower = nn.Parameter(torch.zeros(self.n, self.n)) if full else None
+        self.log_std = nn.Parameter(torch.full((self.n,), args.init_log_std))
+        self.lower = nn.Parameter(torch.zeros(self.n, self.n)) if args.full_covariance else None
 
     def forward(self, h, action_mask=None):
         """Features (M, F) → mean (M, A)."""
@@ -1203,7 +1184,7 @@ def game_seeds(args, starts):
     """Return the seeds of this rank's games, (2L − 1, N): others whenever games start anew."""
     shape = 2 * len(args.levels) - 1, args.num_envs  # of the members
     seeds = np.random.SeedSequence([args.seed, starts]).generate_state(math.prod(shape))
-    return seeds.reshape(shape)[:, own_games(args.num_envs)]
+    return np.split(seeds.reshape(shape), num_ranks(), axis=1)[rank()]
 
 
 def make_pool(args, model, seeds, num_workers, levels=None, **options):
@@ -1223,6 +1204,11 @@ def make_pool(args, model, seeds, num_workers, levels=None, **options):
 # ------------------------------------------------------------------------------------ worker pool
 class GameError(RuntimeError):
     """A game or a worker process failed; the first line of the message says which and how."""
+
+
+def game_error(what, error):
+    """Return the GameError for an exception, while it is handled: a line, and its traceback."""
+    return GameError(f"{what}: {one_line(error)}\n{traceback.format_exc()}")
 
 
 class WorkerPool:
@@ -1255,12 +1241,11 @@ class WorkerPool:
             with suppress(BrokenPipeError):  # a dead worker does not answer
                 pipe.send((command, *arguments))
         for i, (pipe, process) in enumerate(self.workers):
-            multiprocessing.connection.wait([pipe, process.sentinel])
-            with suppress(EOFError, OSError):
-                answers += [pipe.recv()] if pipe.poll() else []
-            if len(answers) == i:
+            try:
+                answers.append(pipe.recv())
+            except (EOFError, OSError):
                 process.join()
-                raise GameError(f"worker {i} died with exit code {process.exitcode}")
+                raise GameError(f"worker {i} died with exit code {process.exitcode}") from None
             if isinstance(answers[i], GameError):
                 raise answers[i]
         return answers
@@ -1296,16 +1281,9 @@ def work(pipe, make_games, rows, shared):
             pipe.send(error if known else game_error("a worker failed", error))
 
 
-def game_error(what, error):
-    """Return the GameError for an exception, while it is handled: a line, and its traceback."""
-    return GameError(f"{what}: {one_line(error)}\n{traceback.format_exc()}")
-
-
 # ------------------------------------------------------------------------------------ ranks
-
-# torchrun starts several processes, the ranks, to train one model. A rank has its share of the
-# games, and gets the rows of all: statistics and minibatches are those of one process. Of each
-# minibatch it takes its share; then the ranks average their gradients.
+# torchrun starts several processes, the ranks, to train one model. Each has its share of the games,
+# gets the rows of all, takes its share of each minibatch; then the ranks average their gradients.
 
 
 def rank():
@@ -1322,12 +1300,6 @@ def report(message):
     """Print a message, once for all ranks."""
     if rank() == 0:
         print(message, file=sys.stderr, flush=True)
-
-
-def own_games(num_envs):
-    """Return the slice of all games that this rank has."""
-    share = num_envs // num_ranks()
-    return slice(rank() * share, (rank() + 1) * share)
 
 
 def own_rows(minibatch, axis=0):
@@ -1491,14 +1463,12 @@ class Run(AbstractContextManager):
         self.history.append(row)
         if rank() > 0:
             return
-        try:
-            if args.eval_every and (done % args.eval_every == 0 or self.share_done() >= 1):
-                self.result.load_state_dict(self.rule.best or self.model.state_dict())
-                returns, cut = evaluate(self.result, self.eval_pool, run=self)
-                row |= {"eval_cut": cut} if cut else {}
-                row |= {} if self.signal else {"eval_return": float(returns.mean())}
-        finally:
-            self.writer.writerow(row)
+        if args.eval_every and (done % args.eval_every == 0 or self.share_done() >= 1):
+            self.result.load_state_dict(self.rule.best or self.model.state_dict())
+            returns, cut = evaluate(self.result, self.eval_pool, run=self)
+            row |= {"eval_cut": cut} if cut else {}
+            row |= {} if self.signal else {"eval_return": float(returns.mean())}
+        self.writer.writerow(row)
         tags = {"charts/SPS": row.get("sps")} | (tags or {})
         tags |= {f"charts/{name}": row.get(name) for name in CHARTS}
         tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
@@ -1589,26 +1559,19 @@ def run_path(args):
 def write_file(path, content):
     """Write bytes to a file atomically: whoever dies here, or finds no room, leaves the old one."""
     partial = path.with_suffix(".partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(f"{path} cannot be written: {error}") from None
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
 
 
 def load_checkpoint(run_dir):
     """Read RUN_DIR/checkpoint.pt: tensors and plain values, no code runs from the file."""
     path = Path(run_dir) / "checkpoint.pt"
-    content = io.BytesIO(path.read_bytes())
-    try:
-        state = torch.load(content, map_location="cpu", weights_only=True)
-        assert all(weights.isfinite().all() for weights in state["model"].values())
-    except Exception as error:  # of many kinds
-        raise ValueError(f"{path} is damaged, or has NaN: {one_line(error)}") from None
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not all(weights.isfinite().all() for weights in state["model"].values()):
+        raise ValueError(f"{path} has NaN or infinity among its weights")
     return state
 
 
@@ -1628,8 +1591,7 @@ def make_eval_pool(args, model, episodes=None, **options):
 
 def make_check_pool(args, model):
     """Return the pool of this rank's games of a check, on the finest level."""
-    share = own_games(args.check_episodes)
-    seeds = CHECK_SEED + np.arange(args.check_episodes)[np.newaxis, share]
+    seeds = np.split(CHECK_SEED + np.arange(args.check_episodes), num_ranks())[rank()][np.newaxis]
     pool = make_pool(args, model, seeds, args.num_workers, args.levels[-1:], validation=True)
     pool.arrays = members(pool.arrays)[0]
     return pool
@@ -1643,7 +1605,7 @@ def evaluate(model, pool, generator=None, run=None):
     pool.call("start")
     returns, going = np.zeros(E), np.ones(E, bool)
     for _ in range(EVAL_STEPS):
-        model.act(arrays, generator and make_noise(model, 1, E, generator)[0])
+        model.act(arrays, generator and model.head.noise(E, generator).to(model.device))
         pool.call("step")
         returns[going] = arrays["episode_return"][going]
         going &= ~arrays["ended"]
@@ -2289,8 +2251,8 @@ def parse_with_run(parser, argv):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if args.eval and num_ranks() > 1:
         parser.error("argument --eval: takes one process, not torchrun")
-    with option_error(parser, "--export-onnx"):
-        if args.export_onnx:
+    if args.export_onnx:
+        with option_error(parser, "--export-onnx"):
             import onnx  # noqa: F401, torch needs it for that
     if run_dir:
         with option_error(parser, option):
@@ -2299,9 +2261,7 @@ def parse_with_run(parser, argv):
                 raise ValueError(f"{run_dir} is of another script, or its config.json is damaged")
             if args.total_timesteps or args.num_iterations:
                 options |= {"total_timesteps": None, "num_iterations": None}
-            # As text, numbers are checked like those of a command line.
-            texts = {name: str(x) for name, x in options.items() if type(x) in (int, float)}
-            parser.set_defaults(**options | texts)
+            parser.set_defaults(**options)
             args = parser.parse_args(argv)
             for name in sorted(options.keys() - MAY_CHANGE):
                 if (value := options[name]) != getattr(args, name):
@@ -2312,9 +2272,8 @@ def parse_with_run(parser, argv):
         torch.empty(0, device=None if args.device == "auto" else args.device)
         if args.device == "cuda" and num_ranks() > 1:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    with option_error(parser, "--log-dir"):
+    with option_error(parser, "--log-dir, --run-name"):
         run_dir or Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-    with option_error(parser, "--run-name"):
         if rank() == 0 and not run_dir and (path := run_path(args)).exists():
             raise ValueError(f"{path} is there already")
     return args

@@ -121,8 +121,10 @@ class Single(Game):
     """A game that has arrays of its own; its step takes the action and returns what it wrote."""
 
     def __init__(self, name="Breakout", seed=0, **options):
-        layout = ppo_atari.array_layout(1, 0, 18)
-        arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in layout.items()}
+        arrays = {name: np.zeros(1, "bool") for name in ("terminated", "truncated", "ended")}
+        arrays |= {name: np.zeros((1, 84, 84, 4), "uint8") for name in ("obs", "next_obs")}
+        arrays |= {name: np.zeros(1, "int64") for name in ("actions", "episode_length")}
+        arrays |= {"rewards": np.zeros(1, "float32"), "episode_return": np.zeros(1)}
         super().__init__(SimpleNamespace(env=name, **(OPTIONS | options)), 0, seed, arrays)
 
     def step(self, action):
@@ -487,7 +489,8 @@ def make_pool(model, num_workers=0, num_steps=T, start_method=None, env="Breakou
 
 def rollout(model, pool):
     """Return the buffer of a rollout with seed 2, and its episodes."""
-    return ppo_atari.rollout(model, pool, None, torch.Generator().manual_seed(2))
+    args = SimpleNamespace(num_steps=len(pool.arrays["*noise"]), num_envs=N)
+    return ppo_atari.rollout(model, pool, args, torch.Generator().manual_seed(2))
 
 
 @torch.no_grad()
@@ -561,7 +564,9 @@ def test_rollout_with_a_policy_elsewhere(played):
         ppo_atari.play_steps(model, pool.arrays, step, buffer)
         for name in (*BUFFER, "next_obs"):
             np.testing.assert_array_equal(buffer[name], expected.buffer[name].numpy())
-        assert ppo_atari.ended_episodes(buffer) == expected.episodes
+        returns, lengths = (buffer[f"episode_{name}"] for name in ("return", "length"))
+        ended = buffer["ended"]
+        assert [*zip(returns[ended], lengths[ended])] == expected.episodes
 
 
 def test_rollouts_go_on(played):
@@ -569,7 +574,8 @@ def test_rollouts_go_on(played):
     model, expected = played
     with contextlib.closing(make_pool(model, 0, T // 2)) as pool:
         generator = torch.Generator().manual_seed(2)
-        halves = [ppo_atari.rollout(model, pool, None, generator)[0] for _ in range(2)]
+        args = SimpleNamespace(num_steps=T // 2, num_envs=N)
+        halves = [ppo_atari.rollout(model, pool, args, generator)[0] for _ in range(2)]
         # Both are views of the same arrays, which now hold the second one.
         for name in BUFFER:
             assert torch.equal(halves[1][name], expected.buffer[name][T // 2 :]), name
@@ -823,14 +829,12 @@ def test_rates_fall_linearly(run):
 
 
 @pytest.mark.parametrize("kept", ["lr", "clip"])
-def test_rates_without_annealing(kept):
+def test_rates_without_annealing(tmp_path, monkeypatch, kept):
     """--no-anneal-lr and --no-anneal-clip each keep one of them."""
-    args = ppo_atari.make_parser().parse_args([f"--no-anneal-{kept}"])
-    args.num_iterations, rates = 4, {"lr": 2.5e-4, "clip": 0.1}
-    optimizer = torch.optim.Adam([torch.zeros(1)])
-    for iteration in range(4):
-        clip_coef = ppo_atari.set_schedules(optimizer, args, iteration)
-        found = {"lr": optimizer.param_groups[0]["lr"], "clip": clip_coef}
+    clip_coefs, rates = record_clip_coefs(monkeypatch), {"lr": 2.5e-4, "clip": 0.1}
+    history = train(tmp_path, "--num-iterations", "4", f"--no-anneal-{kept}").history
+    for iteration, (row, clip_coef) in enumerate(zip(history, clip_coefs, strict=True)):
+        found = {"lr": row["learning_rate"], "clip": clip_coef}
         falling = {name: rate * (1 - iteration / 4) for name, rate in rates.items()}
         assert found == pytest.approx(falling | {kept: rates[kept]})
 

@@ -266,13 +266,13 @@ def test_resume_in_the_middle_of_a_climb(run, tmp_path, last):
 
 
 def test_costs_are_measured_once(tmp_path):
-    """They are in config.json, positive, and rise with the level; a resumed run keeps them."""
+    """They are in config.json, and a resumed run keeps them."""
     argv = [*SMALL, "--num-iterations", "2", "--log-dir", str(tmp_path)]
     i = argv.index("--level-costs")
     first = ml.train(ml.parse_args(argv[:i] + argv[i + 5 :]))
     config = json.loads((first.run_dir / "config.json").read_text())
     costs = config["options"]["level_costs"]
-    assert len(costs) == 4 and min(costs) > 0 and costs[0] < costs[2]
+    assert len(costs) == 4 and min(costs) > 0
     argv = ["--resume", str(first.run_dir), "--num-iterations", "3", "--quiet"]
     assert ml.train(ml.parse_args(argv)).args.level_costs == costs
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -50,7 +51,8 @@ def test_gae_golden():
     buffer = {"obs": torch.zeros(7, 3, 2), "actions": torch.zeros(7, 3), "next_values": next_values}
     buffer |= {"logprobs": torch.zeros(7, 3), "rewards": g["rewards"], "values": g["values"]}
     buffer |= {"terminated": terminated, "truncated": never}
-    batch = ppo.make_batch(buffer, ("obs",), options(f"--gamma {gamma} --gae-lambda {lam}"))
+    model = SimpleNamespace(inputs=("obs",))
+    batch = ppo.make_batch(buffer, model, options(f"--gamma {gamma} --gae-lambda {lam}"))
     torch.testing.assert_close(batch["returns"], g["returns"].flatten(), rtol=1e-5, atol=1e-6)
     assert batch["obs"].shape == (21, 2)
 
@@ -167,13 +169,15 @@ def test_value_clipping():
     torch.testing.assert_close(clipped, torch.tensor([0.845, 2.0]))
 
 
-def test_policy_change():
-    """KL estimate and share of clipped rows, by hand."""
-    ratios = torch.tensor([0.5, 0.9, 1.0, 1.5])
-    kl, clipfrac = ppo.policy_change(ratios.log(), 0.2)
+def test_change_of_the_policy():
+    """KL estimate and share of clipped rows that an update reports, by hand."""
+    model = ppo.Model(3, SPACES["discrete"], options("--hidden 8"))
+    batch, _ = losses_batch(model, [0.5, 0.9, 1.0, 1.5], [0.0] * 4)
+    args = options("--update-epochs 1 --num-minibatches 1")
+    row = ppo.update(model, ppo.make_optimizer(model), batch, args, torch.Generator())
     expected = np.mean([0.5 - 1 - math.log(0.5), -0.1 - math.log(0.9), 0, 0.5 - math.log(1.5)])
-    assert float(kl) == pytest.approx(expected, rel=1e-5)
-    assert float(clipfrac) == 0.5
+    assert row["approx_kl"] == pytest.approx(expected, rel=1e-5)
+    assert row["clipfrac"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -194,7 +198,7 @@ def scripted_rollout(env_id, words):
 
     Values are V(s) = 100 s_0 + s_1, the policy is the same in all states.
     """
-    args = options(f"--env {env_id} --hidden 2 {words}")
+    args = options(f"--env {env_id} --hidden 2 --num-envs 2 {words}")
     model = ppo.make_model(args)
     model.actor = model.critic = nn.Sequential(nn.Identity())
     (layer,) = model.head.children()
@@ -228,7 +232,7 @@ def test_advantages_do_not_see_what_follows_termination():
     """δ of a terminated step is r − V, whatever next_values holds there."""
     words = "--num-steps 8 --gamma 0.9 --gae-lambda 0"
     model, _, buffer, _, args = scripted_rollout("envs:Scripted-v0", words)
-    batch = ppo.make_batch(buffer, model.inputs, args)
+    batch = ppo.make_batch(buffer, model, args)
     advantages = batch["advantages"].view(8, 2)[:, 0]
     assert advantages[4] == 13 - 102 and advantages[6] == 22 - 201
     assert float(advantages[1]) == pytest.approx(2 + 0.9 * 2 - 1)  # truncated: V of next_obs
@@ -259,7 +263,7 @@ def test_fast_act_is_the_models(env, words):
     pool = ppo.make_pool(args, model, np.arange(50), 0)
     act, generator = ppo.fast_act(model), torch.Generator().manual_seed(0)
     assert act != model.act
-    for noise in ppo.make_noise(model, 5, 50, generator):
+    for noise in model.head.noise(5 * 50, generator).view(5, 50, -1):
         pool.arrays["obs"][:] = np.random.default_rng(0).normal(size=pool.arrays["obs"].shape)
         with torch.no_grad():
             model.act(pool.arrays, noise)

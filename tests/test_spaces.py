@@ -171,10 +171,15 @@ def test_joint_frequencies():
 # Heads of continuous actions ----------------------------------------------------------------------
 
 
+def gaussian(shape, full=False):
+    """Return a head for five features and actions of this shape."""
+    return ppo.Gaussian(5, shape, SimpleNamespace(init_log_std=0.0, full_covariance=full))
+
+
 def full_gaussian():
     """Return a full Gaussian with random covariance, its L, means and other rows."""
     torch.manual_seed(0)
-    head = ppo.Gaussian(5, (4,), 0.0, full=True)
+    head = gaussian((4,), full=True)
     nn.init.normal_(head.mean.weight)
     head.log_std.data = torch.tensor([-1.0, 0.0, 0.5, -0.3])
     nn.init.normal_(head.lower)  # also what is not below the diagonal, which is not used
@@ -210,7 +215,7 @@ def test_full_gaussian_without_correlation():
     """With nothing below the diagonal it is a Gaussian."""
     head, _, mean, actions = full_gaussian()
     nn.init.zeros_(head.lower)
-    plain = ppo.Gaussian(5, (4,), 0.0)
+    plain = gaussian((4,))
     plain.log_std.data = head.log_std.data
     close(head.sample(mean, actions), plain.sample(mean, actions))
     close(head.log_prob(mean, actions), plain.log_prob(mean, actions))
@@ -240,7 +245,7 @@ def test_full_covariance_run(tmp_path):
 def test_gaussian_is_torchs(full, rows, shape):
     """Actions are the mean's entries in rows, plus σ ε; log π and H are sums over all entries."""
     torch.manual_seed(0)
-    head, n = ppo.Gaussian(5, shape, 0.0, full), math.prod(shape)
+    head, n = gaussian(shape, full), math.prod(shape)
     nn.init.normal_(head.mean.weight)
     head.log_std.data = torch.linspace(-1, 1, n)
     mean, noise = head(torch.randn(*rows, 5)), torch.randn(*rows, n)
@@ -446,7 +451,7 @@ def test_update_uses_the_stored_masks(tmp_path, options):
     """The ratio of the policy that has sampled is 1 with the stored masks, and not without."""
     args, model, pool = setup(tmp_path, "Masked-multi-info", "--num-steps", "32", *options)
     nn.init.normal_(model.head.logits.weight)
-    batch = ppo.make_batch(rollout(args, model, pool)[0], model.inputs, args)
+    batch = ppo.make_batch(rollout(args, model, pool)[0], model, args)
     logratio = ppo.losses(model, batch, 0.2, clip_vloss=True)[3]
     assert logratio.abs().max() < 1e-5
     batch["action_mask"] = torch.ones_like(batch["action_mask"])

@@ -177,28 +177,42 @@ def reward_norm_literal(rollouts, gamma):
     return scaled
 
 
+def reward_norm(gamma, num_envs):
+    """Return a model with --norm-reward, and a function that scales a rollout's rewards by it."""
+    words = f"--norm-reward --num-envs {num_envs}".split()
+    model = ppo.make_model(ppo.make_parser().parse_args(words))
+
+    def scaled(rewards, ended):
+        buffer = {"rewards": torch.as_tensor(rewards, dtype=torch.float32)}
+        buffer |= {"terminated": torch.tensor(ended), "truncated": torch.zeros(1, dtype=torch.bool)}
+        ppo.normalise_rewards(model, buffer, gamma)
+        return buffer["rewards"]
+
+    return model, scaled
+
+
 def test_reward_norm_literal():
     """Rewards are divided by the deviation of all discounted sums, which begin anew at ends."""
-    rng, norm = np.random.default_rng(0), ppo.RewardNorm(0.9, 3)
+    rng, (model, scaled) = np.random.default_rng(0), reward_norm(0.9, 3)
     rollouts = [(rng.normal(3, 2, (20, 3)), rng.random((20, 3)) < 0.2) for _ in range(3)]
     rollouts[1][0][5, 1] = 1e4
     for (rewards, ended), expected in zip(rollouts, reward_norm_literal(rollouts, 0.9)):
-        close(norm(torch.tensor(rewards, dtype=torch.float32), torch.tensor(ended)), expected)
-    assert norm.count == 3 * 60
+        close(scaled(rewards, ended), expected)
+    assert model.reward_norm.count == 3 * 60
 
 
 def test_rewards_are_cut():
     """A reward beyond ten deviations counts as ten."""
-    norm = ppo.RewardNorm(0.0, 1)
-    norm.update(torch.tensor([-1.0, 1.0]).repeat(10_000))
-    ended = torch.zeros(3, 1, dtype=torch.bool)
-    close(norm(torch.tensor([[50.0], [-50.0], [0.5]]), ended), [[10], [-10], [0.5]], rtol=0.2)
-    assert norm(torch.tensor([[70.0]]), ended[:1]).item() == 10
+    model, scaled = reward_norm(0.0, 1)
+    model.reward_norm.update(torch.tensor([-1.0, 1.0]).repeat(10_000))
+    ended = np.zeros((3, 1), dtype=bool)
+    close(scaled([[50.0], [-50.0], [0.5]], ended), [[10], [-10], [0.5]], rtol=0.2)
+    assert scaled([[70.0]], ended[:1]).item() == 10
 
 
 def test_norm_reward(monkeypatch, tmp_path):
     """GAE gets the scaled rewards, progress.csv the raw returns; statistics go on over updates."""
-    rollouts, batches = spy(monkeypatch, "rollout"), spy(monkeypatch, "make_batch")
+    rollouts, advantages = spy(monkeypatch, "rollout"), spy(monkeypatch, "gae")
     options = "--env envs:Scripted-v0 --gamma 0.9".split()
     run, plain = train(tmp_path, "--norm-reward", *options), train(tmp_path, *options)
     raw = []
@@ -206,8 +220,8 @@ def test_norm_reward(monkeypatch, tmp_path):
         buffer = {name: rows.numpy() for name, rows in call.result[0].items()}
         raw.append((buffer["rewards"], buffer["terminated"] | buffer["truncated"]))
     assert raw[0][0].max() > 30  # 10 · episode + step
-    for call, expected in zip(batches, reward_norm_literal(raw, 0.9)):
-        close(call.args[0]["rewards"], expected)
+    for call, expected in zip(advantages, reward_norm_literal(raw, 0.9)):
+        close(call.args[0], expected)
     returns = [row["episodic_return"] for row in run.history]
     assert returns == [row["episodic_return"] for row in plain.history]
     episodes = rollouts[0].result[1]
@@ -401,37 +415,51 @@ def test_no_baseline(monkeypatch, tmp_path):
 # Learning rates -----------------------------------------------------------------------------------
 
 
+def adapted_rates(monkeypatch, rates, *kls):
+    """Return learning rates after an update of one epoch per list of its minibatches' KLs."""
+    weight, logratios = nn.Parameter(torch.zeros(1)), []
+    for kl in np.ravel(kls):
+        x = math.sqrt(2 * kl)
+        for _ in range(9 if kl else 0):  # Newton's method for r − 1 − log r = kl, x = log r
+            x -= (math.exp(x) - 1 - x - kl) / (math.exp(x) - 1)
+        logratios.append((0 * weight, 0 * weight, 0 * weight, torch.full((4,), x)))
+    losses = iter(logratios)
+    monkeypatch.setattr(ppo, "losses", lambda *_: next(losses))
+    words = f"--adaptive-lr 0.01 --update-epochs {len(kls)} --num-minibatches {len(kls[0])}"
+    args, model = ppo.make_parser().parse_args(words.split()), SimpleNamespace(device="cpu")
+    groups = [{"params": [weight], "lr": rates[0]}, {"params": nn.Linear(1, 1).parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=rates[1])
+    ppo.update(model, optimizer, {"advantages": torch.zeros(8)}, args, torch.Generator())
+    return [group["lr"] for group in optimizer.param_groups]
+
+
 @pytest.mark.parametrize(
     "rate, kl, expected",
     [
         (3e-4, 0.0201, 2e-4),  # above 2 · 0.01
-        (3e-4, 0.02, 3e-4),
+        (3e-4, 0.0199, 3e-4),
         (3e-4, 0.01, 3e-4),
-        (3e-4, 0.005, 3e-4),
+        (3e-4, 0.0051, 3e-4),
         (3e-4, 0.0049, 4.5e-4),  # below ½ · 0.01
         (1.2e-6, 1.0, 1e-6),
         (9e-3, 0.0, 1e-2),
     ],
 )
-def test_adapt_learning_rate(rate, kl, expected):
-    """skrl's rule by hand values, with a target of 0.01, for all parameter groups."""
-    groups = [{"params": nn.Linear(1, 1).parameters(), "lr": lr} for lr in (rate, 1e-3)]
-    optimizer = torch.optim.SGD(groups)
-    ppo.adapt_learning_rate(optimizer, torch.tensor(kl), 0.01)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+def test_adaptive_lr(monkeypatch, rate, kl, expected):
+    """skrl's rule by hand values, with a target of 0.01, for all parameter groups.
+
+    What counts is the mean over an epoch's minibatches.
+    """
     second = 1e-3 / 1.5 if kl > 0.02 else 1.5e-3 if kl < 0.005 else 1e-3
-    assert optimizer.param_groups[1]["lr"] == pytest.approx(second)
+    for kls in ([kl], [0.5 * kl, 1.5 * kl]):
+        found = adapted_rates(monkeypatch, (rate, 1e-3), kls)
+        assert found == pytest.approx([expected, second])
 
 
-def test_adaptive_lr_looks_at_the_mean_kl_of_an_epoch(monkeypatch, tmp_path):
-    """After every epoch the rule gets the mean KL of the epoch's minibatches."""
-    losses, adapted = spy(monkeypatch, "losses"), spy(monkeypatch, "adapt_learning_rate")
-    train(tmp_path, "--adaptive-lr", "0.01", "--num-iterations", "2")
-    logratios = [call.result[3] for call in losses]
-    kls = [float((logratio.exp() - 1 - logratio).mean()) for logratio in logratios]
-    expected = [np.mean(kls[i : i + 2]) for i in range(0, 8, 2)]
-    assert [float(call.args[1]) for call in adapted] == pytest.approx(expected, rel=1e-3, abs=1e-7)
-    assert [call.args[2] for call in adapted] == [0.01] * 4 and expected[1] > 0
+def test_adaptive_lr_of_epochs(monkeypatch):
+    """Each epoch counts by itself: down, as it is, and up twice."""
+    kls = [0.05, 0.03], [0.02, 0.01], [0.002, 0.004], [0.0, 0.001]
+    assert adapted_rates(monkeypatch, (3e-4, 6e-4), *kls) == pytest.approx([4.5e-4, 9e-4])
 
 
 def test_adaptive_lr_beside_target_kl(tmp_path):
@@ -527,16 +555,21 @@ def exact_kl(logp):
     return (OLD * (OLD.log() - logp)).sum()
 
 
-def test_approx_kl_is_the_exact_kl_on_average():
+def test_approx_kl_is_the_exact_kl_on_average(monkeypatch):
     """Over all actions, in π_old's frequencies, the mean and its gradient are the exact KL's."""
-    logits = torch.tensor([0.3, -1.0, 0.8], requires_grad=True)
-    logp = logits.log_softmax(dim=0)
-    kl, _ = ppo.policy_change(logp[ENUMERATED] - OLD.log()[ENUMERATED], 0.2)
+    logits = nn.Parameter(torch.tensor([0.3, -1.0, 0.8]))
+    logp, nothing = logits.log_softmax(dim=0), 0 * logits
+    terms = nothing, nothing, nothing, logp[ENUMERATED] - OLD.log()[ENUMERATED]
+    monkeypatch.setattr(ppo, "losses", lambda *_: terms)
+    words = "--kl-coef 1 --update-epochs 1 --num-minibatches 1 --norm-adv off --max-grad-norm 1e9"
+    args, model = ppo.make_parser().parse_args(words.split()), SimpleNamespace(device="cpu")
+    optimizer, batch = torch.optim.SGD([logits], 0.1), {"advantages": torch.zeros(4)}
+    kl = ppo.update(model, optimizer, batch, args, torch.Generator())["approx_kl"]
+    with torch.no_grad():
+        logp = torch.tensor([0.3, -1.0, 0.8]).log_softmax(dim=0)
     close(kl, exact_kl(logp))
     assert kl > 0.1
-    gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (kl, exact_kl(logp))]
-    close(*gradients)
-    close(gradients[0], logp.exp() - OLD)  # what calculus says of a softmax
+    close(logits.grad, logp.exp() - OLD)  # what calculus says of the exact KL of a softmax
 
 
 def update_args(**changes):
