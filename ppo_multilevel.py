@@ -87,8 +87,8 @@ from scipy.sparse.linalg import splu
 from torch import nn
 
 # ------------------------------------------------------------------------------------ options
-# Of --env: the length of a climb, and levels and steps of --schedule together; of --schedule: Adam's
-# step size and the epochs, more and smaller steps for the sum of levels.
+# Of --env: length of a climb, levels and steps of --schedule together. Of --schedule: Adam's step
+# size and epochs.
 DEFAULTS = {
     "ResSim-v1": {"total_cost": 25_000.0, "levels": [2, 5], "num_steps": [100, 5]},
     "ResSim-v2": {"total_cost": 50_000.0, "levels": [1, 4], "num_steps": [140, 5]},
@@ -220,11 +220,11 @@ def train(args, rule=None):
     rule = rule or {"climb": Climb, "together": Together}[args.schedule](args)
     with Run(args, model, optimizer, generator, rule) as run:
         while run.goes_on():
-            set_learning_rates(optimizer, args, run.share_done())
-            # Choose: a climb's rule has one level for this iteration, the paper's schedule has all.
-            plan = rule.plan()
-            # Sample: T^l steps on every level l of the plan, above its first in pairs of fine and
-            # coarse.
+            for group in optimizer.param_groups:
+                anneal = 1 - run.share_done() if args.anneal_lr else 1
+                group["lr"] = args.learning_rate * anneal
+            plan = rule.plan()  # the levels of this iteration: one of a climb, all if together
+            # Sample: T^l steps on each of them, above the coarsest in pairs of fine and coarse.
             batches, episodes = rollouts(model, run.pool, plan, args, generator)
             batch = {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
             row = {"explained_variance": explained_variance(batches[0])}
@@ -243,27 +243,6 @@ def train(args, rule=None):
             row |= rule.review(run, batches)
             run.end_iteration(row, episodes[-1], tags, global_step=len(batch["obs"]))
     return run
-
-
-@torch.no_grad()
-def refit_values(model, batch):
-    """Fit the value function's last layer to a batch's returns, by least squares. On a new level,
-    and at first, the policy else gets worse before values are learned (measured, see README)."""
-    features = nn.functional.pad(model.critic(model.obs_norm(batch["obs"])), (0, 1), value=1.0)
-    features, returns = features.double(), batch["returns"].double()  # (M, F + 1), (M,)
-    square = features.T @ features + 1e-6 * len(returns) * torch.eye(features.shape[1]).to(features)
-    *weight, bias = torch.linalg.solve(square, features.T @ returns).tolist()
-    model.value.weight.copy_(torch.tensor([weight]))
-    model.value.bias.fill_(bias)
-    batch["values"] = model(batch["obs"])[1]
-    batch["advantages"] = batch["returns"] - batch["values"]
-
-
-def set_learning_rates(optimizer, args, share_done):
-    """Set the learning rate of an iteration."""
-    factor = 1 - share_done if args.anneal_lr else 1
-    for group in optimizer.param_groups:
-        group["lr"] = args.learning_rate * factor
 
 
 # ------------------------------------------------------------------------------------ rollout
@@ -493,94 +472,97 @@ def summary(seen):
 
 
 class Together:
-    """The paper's schedule: all levels in every iteration.
+    """--schedule together, the paper's: all levels in every iteration.
 
-    --control auto: β_l = Cov(Â^l, Ã^{l−1}) / Var(Ã^{l−1}), which leaves the least variance; the sum
-    is right with any β. --num-steps auto: T^l ∝ √(V_l / C_l), V_l the variance of a row of level l
-    in the sum, C_l the cost of its step (Giles 2015, Acta Numerica 24; with two levels Peherstorfer,
-    Willcox & Gunzburger 2016). Both by means over the iterations so far, recent ones count more."""
+    --control auto: β_l = Cov(Â^l, Ã^{l−1}) / Var(Ã^{l−1}) leaves the least variance in the sum,
+    which is right with any β. --num-steps auto: T^l ∝ √(V_l / C_l), V_l the variance of a row of
+    level l in the sum, C_l what its step costs (Giles 2015, Acta Numerica 24)."""
 
-    best = None
+    best = None  # the run's result is its last parameters
 
     def __init__(self, args):
-        self.args, L = args, len(args.levels)
-        # Of the advantages of own rows and partners, per level. Before the first rows are there,
-        # T^l is chosen as for a correlation of 0.9.
-        self.covariances = torch.tensor([[[1.0, 0], [0, 0]], *[[[1.0, 0.9], [0.9, 1.0]]] * (L - 1)])
-        self.measured, self.controls = False, [1.0] * (L - 1)
+        self.args, more = args, len(args.levels) - 1
+        # Of each level's advantages: Var(Â), Cov(Â, Ã), Var(Ã), means over the iterations so far.
+        self.moments, self.measured = torch.tensor([[1.0, 0, 0], *[[1.0, 0.9, 1.0]] * more]), False
+        self.controls = [1.0 if args.control == "auto" else args.control] * more
 
     def plan(self):
         """Return what the next iteration does."""
-        args, first = self.args, self.args.num_steps[0]
-        num_steps = [*args.num_steps]
-        if "auto" in num_steps:
-            costs = torch.tensor(args.level_costs[: len(args.levels)])
-            costs[1:] += costs[:-1].clone()
-            controls = torch.tensor([0.0, *self.controls])
-            (var, cov), (_, sync) = self.covariances.permute(1, 2, 0)
-            rest = [math.prod(self.controls[l:]) for l in range(len(args.levels))]
-            variances = torch.tensor(rest) ** 2 * (var - 2 * controls * cov + controls**2 * sync)
-            ratio = (variances / costs).clamp(min=0).sqrt()
-            unit = args.num_minibatches * num_ranks()
-            unit //= math.gcd(unit, args.num_envs)  # N T must be so many equal parts
-            steps = (first * ratio / ratio[0] / unit).nan_to_num().round().clamp(1, first // unit)
-            num_steps[1:] = [int(T) * unit for T in steps[1:]]
-        return Plan([*range(len(args.levels))], num_steps, self.controls)
+        args, L = self.args, len(self.args.levels)
+        steps, costs = [*args.num_steps], np.array(args.level_costs or [1.0] * L)[:L]
+        beta, (own, cov, sync) = np.array([0, *self.controls]), self.moments.T.numpy()
+        rest = np.array([math.prod(self.controls[i:]) for i in range(L)])  # Π_{k>l} β_k
+        variances = rest**2 * (own - 2 * beta * cov + beta**2 * sync).clip(1e-12)
+        ratios = np.sqrt(variances / (costs + np.r_[0, costs[:-1]]))
+        unit = math.lcm(args.num_minibatches * num_ranks(), args.num_envs) // args.num_envs
+        for i in range(1, L):
+            if steps[i] == "auto":  # N T rows are so many equal parts
+                wanted = round(steps[0] * ratios[i] / max(ratios[0], 1e-12) / unit)
+                steps[i] = min(max(wanted, 1), steps[0] // unit) * unit
+        return Plan([*range(L)], steps, self.controls)
 
     def begin(self, run):
         """Return what is logged at first."""
         return {}
 
     def review(self, run, batches):
-        """Take in an iteration's rows. Returns what is logged of it."""
-        own, sync = ([b["advantages"] for b in batches[i::2]] for i in (0, 1))
-        now = self.covariances.clone()
-        now[0, 0, 0] = own[0].var()
-        for l, pair in enumerate(zip(own[1:], sync), start=1):
-            now[l] = torch.cov(torch.stack(pair))
-        share = 0.1 if self.measured else 1
-        self.covariances, self.measured = self.covariances.lerp(now, share), True
+        """Measure an iteration's rows. Returns what is logged of them."""
+        own, sync = ([b["advantages"].cpu() for b in batches[i::2]] for i in (0, 1))
+        rows = [torch.cov(torch.stack(pair)).flatten()[[0, 1, 3]] for pair in zip(own[1:], sync)]
+        rows = torch.stack([torch.tensor([own[0].var(), 0, 0]), *rows])
+        self.moments = self.moments.lerp(rows, 0.1 if self.measured else 1)
+        self.measured = True
         if self.args.control == "auto":
-            betas = self.covariances[1:, 0, 1] / self.covariances[1:, 1, 1]
+            betas = self.moments[1:, 1] / self.moments[1:, 2]
             self.controls = betas.nan_to_num().clamp(0, 1).tolist()
         return {}
 
 
 class Climb:
-    """--schedule climb: one level at a time, the one that pays *on the finest level*.
+    """--schedule climb: one level at a time, the one that pays on the finest level.
 
     A check plays episodes on the finest level with the policy's mode, always from the same starts;
-    the best parameters by the checks are the run's result. The run trains in windows, each on one
-    level. A window is productive if the best check has risen by more than so many standard errors
-    (of the difference, over the episodes). After a productive window the run stays; but as soon as
-    a trial of the next level takes no more than a share of the time since the last trial, it gets
-    one, and is kept if it gives more per second. After a window that was not productive, before the
-    next level is paid for, a cheaper level that was productive (else this one, if it was) has a
-    last chance that costs as much; if it is productive again the run stays there, else it goes up.
-    Time is that of simulation and update, from costs that are measured once: no clock decides."""
+    the best parameters by the checks are the run's result. Training goes by windows, each on one
+    level. A window is productive if the best check has risen by more than ERRORS standard errors,
+    of the difference over the episodes. Then the run stays on the level; but when a window on the
+    next level costs no more than a SHARE of the time since one was tried, it is tried, and kept if
+    it gives more per second. After a window that was not productive, before the next level is paid
+    for, the last cheaper level that was productive (else this one, if it was) has a last chance
+    that costs as much; the run stays there if it is productive again, and else goes up. A change of
+    level starts from the best parameters. Time is that of simulation and update by --level-costs,
+    which are measured once: no clock decides."""
 
-    ERRORS = 1.5  # standard errors that a productive window gains
-    TRIAL = 5  # iterations of a trial, and at least of a window
-    CHECKS = 6  # there is a check when training has taken so many times what a check takes
-    WINDOW, SHARE = 0.2, 0.25  # a window's least share of the time so far; that of trials
+    ERRORS, SHARE = 1.5, 0.25
+    CHECKS = 6  # training between two checks takes at least as long as so many checks
+    ITERATIONS, PART = (
+        5,
+        0.2,
+    )  # a window is at least so many iterations, and part of the time so far
 
     def __init__(self, args):
         self.args, self.level, self.refit = args, 0, True
-        self.best = self.best_optimizer = self.returns = None  # parameters; their check's, (E,)
-        self.time = self.spent = self.unchecked = 0.0  # seconds: in all, of the window, since then
-        self.window, self.before, self.tried = 0.0, None, 0.0  # its length; returns before; when
-        self.paid = [False] * len(args.levels)  # whether a level has been productive
-        self.trial = "", 0, 0.0  # kind of this window: trial, last chance; level index, rate before
+        self.best = self.returns = None  # parameters and Adam's state; their check's returns (E,)
+        self.time = self.spent = self.unchecked = (
+            0.0  # seconds in all, in the window, since a check
+        )
+        self.window, self.before, self.tried = (
+            0.0,
+            None,
+            0.0,
+        )  # its length; returns; time of a trial
+        self.paid = [False] * len(args.levels)  # which levels have been productive
+        self.kind, self.home, self.rate = "", 0, 0.0  # "trial" or "chance"; level, rate before it
 
     def plan(self):
         """Return what the next iteration does."""
-        plan = Plan([self.level], [self.args.num_steps[self.level]], [], self.refit)
-        self.refit = False
-        return plan
+        refit, self.refit = self.refit, False
+        return Plan([self.level], [self.args.num_steps[self.level]], [], refit)
 
     def begin(self, run):
         """Make the first check. Returns what is logged of it."""
-        return {"level": self.args.levels[0], "check_return": self.check(run)}
+        row = {"level": self.args.levels[0], "check_return": self.check(run)}
+        self.start()
+        return row
 
     def review(self, run, batches):
         """After an iteration: check if it is due, choose the level if the window is over."""
@@ -597,60 +579,56 @@ class Climb:
 
     def check(self, run):
         """Return the mean return of a check; keep the parameters if they are the best so far."""
-        returns, cost = run.check()  # (E,)
+        returns, cost = run.check()
         self.check_seconds = cost * self.args.level_costs[-2]
         self.time, self.unchecked = self.time + self.check_seconds, 0.0
         if self.best is None or returns.mean() > self.returns.mean():
-            states = run.model.state_dict(), run.optimizer.state_dict()
-            self.best, self.best_optimizer = copy.deepcopy(states)
+            self.best, self.adam = copy.deepcopy(
+                (run.model.state_dict(), run.optimizer.state_dict())
+            )
             self.returns = returns
-        if self.before is None:
-            self.start()
         return float(returns.mean())
 
     def choose(self, run, gain, error):
         """Stay on the level or go to another one, by what the window has gained."""
         level, last, rate = self.level, len(self.args.levels) - 1, gain / self.spent
         productive, above = gain > self.ERRORS * error, min(level + 1, last)
-        (kind, home, home_rate), self.trial = self.trial, ("", level, rate)
+        (kind, home, other), self.kind = (self.kind, self.home, self.rate), ""
         self.paid[level] = kind != "chance" and (productive or self.paid[level])
-        cost = max(self.TRIAL * self.seconds(above), self.WINDOW * self.time)
-        chances = [i for i in range(above) if self.paid[i]]  # never the last level
-        chances = [i for i in chances if i < level] or chances
-        text = f"gain {gain:.4f} ± {error:.4f} in {self.spent:.3g} s, {rate:.2g} per second"
-        if kind == "trial" and rate <= home_rate:
-            self.go(run, home, f"{text}: level {self.args.levels[home]} gives more")
+        chances = [i for i in range(level) if self.paid[i]]
+        if not chances and self.paid[level] and level < last:
+            chances = [level]
+        cost = max(self.ITERATIONS * self.seconds(above), self.PART * self.time)
+        due = cost <= self.SHARE * (self.time - self.tried)
+        if kind == "trial" and rate <= other:
+            self.go(run, home, rate, "back: less than there")
         elif kind == "chance" and not productive:
-            self.go(run, min(home + 1, last), f"{text}: no more than noise, up")
-        elif (
-            productive
-            and not kind
-            and level < last
-            and cost <= self.SHARE * (self.time - self.tried)
-        ):
-            self.tried, self.trial = self.time + cost, ("trial", level, rate)
-            self.go(run, above, f"{text}: a trial", cost)
+            self.go(run, min(home + 1, last), rate, "up: the last chance was missed")
+        elif productive and not kind and level < last and due:
+            self.kind, self.home, self.rate, self.tried = "trial", level, rate, self.time + cost
+            self.go(run, above, rate, "a trial", cost)
         elif not productive and chances:
-            self.trial = "chance", level, rate
-            self.go(run, chances[-1], f"{text}: no more than noise, a last chance", cost)
+            self.kind, self.home, self.rate = "chance", level, rate
+            self.go(run, chances[-1], rate, "a last chance: no more than noise", cost)
         elif not productive and level < last:
-            self.go(run, above, f"{text}: no more than noise, up")
+            self.go(run, above, rate, "up: no more than noise")
         else:
             self.start()
 
-    def go(self, run, level, why, window=0.0):
-        """Go to a level, for a window at least, from the best parameters."""
-        names = self.args.levels
-        run.say(f"level {names[self.level]} → {names[level]}, {why}")
+    def go(self, run, level, rate, why, window=0.0):
+        """Go to a level, from the best parameters, for a window of so many seconds, or as usual."""
+        names, best = self.args.levels, float(self.returns.mean())
+        line = f"level {names[self.level]} → {names[level]}, {why} ({rate:.2g} per second, best "
+        run.say(f"{line}{best:.4f})")
         self.level, self.refit = level, True
         run.model.load_state_dict(self.best)
-        run.optimizer.load_state_dict(self.best_optimizer)
+        run.optimizer.load_state_dict(self.adam)
         run.recent.clear()
         self.start(window)
 
     def start(self, window=0.0):
-        """Start a window, of so many seconds."""
-        least = max(self.TRIAL * self.seconds(self.level), self.WINDOW * self.time)
+        """Start a window on the level."""
+        least = max(self.ITERATIONS * self.seconds(self.level), self.PART * self.time)
         self.window, self.spent, self.before = window or least, 0.0, self.returns
 
     def seconds(self, level):
@@ -843,6 +821,20 @@ def normalise_values(model, batch, returns):
     layer.weight.mul_(std / norm.std)
     layer.bias.copy_((std * layer.bias + mean - norm.mean) / norm.std)
     batch |= {name: norm(batch[name]) for name in ("values", "returns")}
+
+
+@torch.no_grad()
+def refit_values(model, batch):
+    """Fit the value function's last layer to a batch's returns, by least squares; advantages are
+    what is left. Without that a policy gets worse for some iterations on a level that is new."""
+    features = nn.functional.pad(model.critic(model.obs_norm(batch["obs"])), (0, 1), value=1.0)
+    features, returns = features.double(), batch["returns"].double()  # (M, F + 1), (M,)
+    square = features.T @ features + 1e-6 * len(returns) * torch.eye(features.shape[1]).to(features)
+    *weight, bias = torch.linalg.solve(square, features.T @ returns).tolist()
+    model.value.weight.copy_(torch.tensor([weight]))
+    model.value.bias.fill_(bias)
+    batch["values"] = model(batch["obs"])[1]
+    batch["advantages"] = batch["returns"] - batch["values"]
 
 
 # ------------------------------------------------------------------------------------ speed

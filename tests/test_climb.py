@@ -80,7 +80,7 @@ def test_noise_goes_up():
     error = 1.0 / 3**0.5  # of four differences ±1: deviation √(4/3), over √4
     window(rule, run, 1.49 * error, 1.0)
     assert rule.level == 1 and rule.plan().refit and not rule.plan().refit
-    assert "level 1 → 2" in run.said[0] and "noise" in run.said[0]
+    assert "level 1 → 2" in run.said[0] and "up: no more than noise" in run.said[0]
     rule, run = climb()
     window(rule, run, 1.51 * error, 1.0)
     assert rule.level == 0 and run.said == []
@@ -102,7 +102,7 @@ def test_trial_of_the_next_level(better):
         cost, 50
     )
     assert rule.level == (1 if better else 0)
-    assert ("gives more" in run.said[-1]) is not better
+    assert ("less than there" in run.said[-1]) is not better
     assert rule.tried == pytest.approx(time + cost)  # no other trial soon
 
 
