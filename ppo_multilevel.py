@@ -1,14 +1,20 @@
 """Multilevel PPO: policy optimisation for expensive simulations that exist on several grids.
 
-    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, ten minutes
-    python ppo_multilevel.py --env ResSim-v1 --levels 5 --num-steps 50   # finest grid only: PPO
-    python ppo_multilevel.py --env my_simulation.py:make --levels 1 2 --num-steps 40 10
+    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, three minutes
+    python ppo_multilevel.py --env ResSim-v1 --levels 5    # finest grid only: PPO
+    python ppo_multilevel.py --env ResSim-v1 --schedule together          # the paper's schedule
+    python ppo_multilevel.py --env my_simulation.py:make --levels 1 2 --num-steps 40
     tensorboard --logdir runs
 
-This is `ppo.py` with a simulation on L levels, coarse to fine. Per iteration N actors take many
-steps T^1 on the coarsest and few, T^L, on the finest. On each level l > 1 a partner simulation on
-level l−1 follows the fine one, so that few samples tell their difference. The sum of the coarsest
-level's loss and these differences telescopes to the finest level's loss (multilevel Monte Carlo).
+This is `ppo.py` with a simulation on L levels, coarse to fine, and two ways to use them. A *climb*
+(the default) trains on one level at a time. Now and then it plays the policy on the finest level,
+and so finds out where a second of simulation teaches most; it goes to finer levels when coarser
+ones teach nothing more that holds there, see `Climb`. *Together* is the paper's schedule, multilevel
+Monte Carlo: per iteration N actors take many steps T^1 on the coarsest level and few, T^L, on the
+finest. On each level l > 1 a partner simulation on level l−1 follows the fine one, so that few
+samples tell their difference; the sum of the coarsest level's loss and these differences telescopes
+to the finest level's loss. A climb pays where coarse levels teach something by themselves, together
+needs levels that move alike; --analyse tells before any training.
 
 Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400) as its author printed it
 in "Implementation of multilevel PPO in Stable Baselines 3" (2023), by the numbers of its
@@ -22,8 +28,9 @@ algorithms; "PPO" is arXiv 1707.06347 and "GAE" is arXiv 1506.02438, see `ppo.py
     loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}],  ℓ̃^0 = 0                                      ML, Algorithm 4
 
 The loss is a signed, weighted sum: a row of a level's own simulation weighs +1/M^l, a row of its
-coarse partner −1/M^l. So a minibatch is one forward pass over all rows, and with one level the
-script is `ppo.py`, bit for bit. The default, --correction bounded, clips partners' policy terms
+coarse partner −1/M^l (and both, and all below, times a control weight β_l, see `Together`). So a
+minibatch is one forward pass over all rows, and with one level the script is `ppo.py`, bit for bit.
+The default, --correction bounded, clips partners' policy terms
 with their sign and leaves out their value terms, see `update`.
 
 Departures from print: Algorithm 3 prints L_a without its minus sign and the entropy term as
@@ -34,7 +41,7 @@ Departures from the author's code: each level keeps its own stream of episodes; 
 come from its own observations; one normaliser of advantages serves all levels, since one for each
 level would erase the differences that the method adds up.
 
-A simulation is a function `make(level, evaluation=False)` that returns a Gymnasium env whose spaces
+A simulation is a function `make(level, evaluation=False, validation=False)` that returns a Gymnasium env whose spaces
 are the policy's (the finest level's) on every level. The env owns `psi()`, its state → the policy's
 observation; `phi(action)`, which `step` applies to the policy's action; `map_from(other)`, which
 takes over the state of the same simulation on another level; if it can step several at once, a
@@ -140,7 +147,7 @@ def make_parser():
     text = "literal: Algorithm 4, whose signed sum has no lower bound; bounded: partners' rows are "
     text += "clipped by the signed advantage, the value function fits own rows only"
     option("--correction", str, "bounded", text, choices=("literal", "bounded"))
-    defaults = {"num_workers": num_cores(), "eval_every": 5, "num_envs": 50}
+    defaults = {"num_workers": num_cores(), "eval_every": 10, "num_envs": 50}
     defaults |= {"hidden": [150, 100, 80], "shared_net": True, "init_log_std": -2.9}
     defaults |= {"learning_rate": None, "anneal_lr": False, "num_minibatches": 10}
     defaults |= {"update_epochs": None, "clip_coef": 0.1, "ent_coef": 0.001, "target_kl": 0.05}
