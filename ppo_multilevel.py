@@ -28,10 +28,9 @@ algorithms; "PPO" is arXiv 1707.06347 and "GAE" is arXiv 1506.02438, see `ppo.py
     loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}],  ℓ̃^0 = 0                                      ML, Algorithm 4
 
 The loss is a signed, weighted sum: a row of a level's own simulation weighs +1/M^l, a row of its
-coarse partner −1/M^l (and both, and all below, times a control weight β_l, see `Together`). So a
-minibatch is one forward pass over all rows, and with one level the script is `ppo.py`, bit for bit.
-The default, --correction bounded, clips partners' policy terms
-with their sign and leaves out their value terms, see `update`.
+coarse partner −1/M^l (times control weights β, see `Together`). So a minibatch is one forward pass
+over all rows, and with one level the script is `ppo.py`, bit for bit. The default, --correction
+bounded, clips partners' policy terms with their sign and leaves out their value terms, see `update`.
 
 Departures from print: Algorithm 3 prints L_a without its minus sign and the entropy term as
 −C_e L_now; Algorithm 4's text prints N T^l ≤ M^l for ≥; Algorithm 5 prints map_from after the fine
@@ -41,12 +40,13 @@ Departures from the author's code: each level keeps its own stream of episodes; 
 come from its own observations; one normaliser of advantages serves all levels, since one for each
 level would erase the differences that the method adds up.
 
-A simulation is a function `make(level, evaluation=False, validation=False)` that returns a Gymnasium env whose spaces
-are the policy's (the finest level's) on every level. The env owns `psi()`, its state → the policy's
-observation; `phi(action)`, which `step` applies to the policy's action; `map_from(other)`, which
-takes over the state of the same simulation on another level; if it can step several at once, a
-static method `step_batch(envs, actions)` → (obs, rewards, terminated, truncated) too. Rewards must
-mean the same on all levels: a mean over the cells does, a sum does not.
+A simulation is a function `make(level, evaluation=False, validation=False)` that returns a
+Gymnasium env whose spaces are the policy's (the finest level's) on every level; evaluations and a
+climb's checks may get starts of their own, or leave these two arguments out. The env owns `psi()`,
+its state → the policy's observation; `phi(action)`, which `step` applies to the policy's action;
+`map_from(other)`, which takes over the state of the same simulation on another level; if it can
+step several at once, a static method `step_batch(envs, actions)` → (obs, rewards, terminated,
+truncated) too. Rewards must mean the same on all levels: a mean over the cells does, a sum does not.
 
 r_t is the reward, r_t(θ) the probability ratio. Shapes: L levels, T^l steps, N actors, B
 minibatches of M^l rows, D observation entries, A action entries. A tilde in the paper is `sync`
