@@ -1884,7 +1884,7 @@ def play_round(model, pool, levels, args, generator):
         own.append(going)
         if by_step:
             pool.call("synchronize", 1)
-        noise = make_noise(model, 1, N, generator)[0]
+        noise = model.head.noise(N, generator).to(model.device)
         for arrays, buffer in zip(games, buffers):
             act(arrays, noise)
             arrays["actions"][:] = (games[0] if by_step else arrays)["actions"]
