@@ -1708,6 +1708,7 @@ def analyse(args):
     """Tell which levels pay, as --analyse says: every level plays whole episodes alone and, from
     other starts, in pairs with the next level and with the finest; the policy acts with its noise.
     Prints the rows of `compare` and each level's `verdict`, writes analysis.csv. Returns rows."""
+    torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     model, generator = make_model(args), torch.Generator().manual_seed(args.seed)
     if args.analyse:
