@@ -135,6 +135,8 @@ def make_parser():
     option("--level-costs", number(float, 1e-300), None, text, nargs="+")
     text = "episodes of a check, which tells a climb what the policy is worth on the finest level"
     option("--check-episodes", number(int, 2, 100_000), 16, text)
+    text = "no training: print which levels pay, by this run's policy or else by the initial one"
+    option("--analyse", str, None, text, nargs="?", const="", metavar="RUN_DIR")
     option("--eval-level", number(int, 1), None, "level of evaluations, if not the last")
     text = (
         "of partners. noise: it takes over the fine state when an episode starts, then acts itself "
@@ -1067,6 +1069,12 @@ class Games:
         states = [[game.get_state() for game in actor] for actor in self.actors]
         return [None if None in actor else actor for actor in states]
 
+    def reseed(self, seeds):
+        """Have `start` begin other episodes, those of seeds (members, N)."""
+        for games, row in zip(self.members, seeds):
+            for game in games:
+                game.seed, game.random = int(row[game.n]), np.random.default_rng(row[game.n])
+
     def start_partners(self, level, actors):
         """Start an episode of these actors' partners at the start of the fine game's episode."""
         if not self.members[2 * level - 1]:
@@ -1699,6 +1707,217 @@ def level_tags(names, levels, episodes, batches):
     return tags
 
 
+ROUNDS, REPEATS = 10, 2  # an analysis plays ROUNDS · N episodes, in pairs REPEATS from each start
+ENOUGH, WORTH, START = 0.9, 1.2, 0.6  # thresholds of `verdict`
+
+
+def analyse(args):
+    """Tell which levels pay, as --analyse says: every level plays whole episodes alone and, from
+    other starts, in pairs with the next level and with the finest; the policy acts with its noise.
+    Prints the rows of `compare` and each level's `verdict`, writes analysis.csv. Returns rows."""
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    model, generator = make_model(args), torch.Generator().manual_seed(args.seed)
+    if args.analyse:
+        model.load_state_dict(load_checkpoint(args.analyse)["model"])
+    *coarser, finest = args.levels
+    costs = dict(zip(args.levels, args.level_costs or measured_costs(args, model)))
+    began = time.perf_counter()
+    pairs = sorted({*zip(coarser, args.levels[1:]), *((level, finest) for level in coarser)})
+    plays = [*((level,) for level in args.levels), *pairs]
+    played = {plays[0]: play(model, plays[0], args, generator)}  # tells how long an episode is
+    steps, each = played[plays[0]]["steps"], f"{ROUNDS * args.num_envs} episodes"
+    policy = max(0, time.perf_counter() - began - steps * costs[args.levels[0]])
+    seconds = sum(steps * costs[level] + policy for levels in plays for level in levels)
+    print(f"{each} of every level and pair: about {seconds:.0f} s", flush=True)
+    played |= {levels: play(model, levels, args, generator) for levels in plays[1:]}
+    rows = [compare(costs, played, *pair) for pair in pairs]
+    rows.append({"level": finest, "step_ms": 1e3 * costs[finest]})
+    rows[-1]["return"], rows[-1]["return_error"] = mean_error(played[finest,]["returns"][0])
+    names = [name for name in rows[0] if not name.endswith("_error")]
+    table = [names, *([shown(row, name) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for line in table:
+        print("  ".join(text.rjust(width) for text, width in zip(line, widths)))
+    for row in rows[:-1]:
+        row["verdict"] = verdict(row) if row["against"] == finest else None
+        if row["verdict"]:
+            print(f"level {row['level']}: {row['verdict']}")
+    path = Path(args.analyse or run_path(args)) / "analysis.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    cut = sum(result["cut"] for result in played.values())
+    line = f"{cut} episodes cut off at {EVAL_STEPS:,} steps; " * (cut > 0)
+    print(f"{line}it took {time.perf_counter() - began:.0f} s; {path}")
+    return rows
+
+
+def compare(costs, played, coarse, fine):
+    """Return the row of a pair of levels, after `mlmc_test` of Giles (2015, Acta Numerica 24):
+
+    step_ms, return  of the coarse level: cost of a step, mean return of episodes alone
+    difference       mean return of the fine member less the coarse one's: the bias that training
+                     on the coarse level alone cannot see
+    rho_return       correlation of a pair's returns within a start, over the policy's noise: how
+                     far the levels agree on what is good to do
+    rho_adv          correlation of a pair's advantages Â, row by row
+    var_ratio        Var(Â_f − Ã_c) / Var(Â_f)
+    kurtosis         of the difference; above 100: too few samples to believe it
+    check            |a − b + c| / 3 (σ_a + σ_b + σ_c), a and b the mean returns of the coarse and
+                     the fine level alone, c the difference, σ standard errors; above 1 the coupling
+                     has the wrong law: a pair's members do not play as their levels do alone
+    saving, ratio    of a sum of both levels against the fine one, see `saving`, by the smaller of
+                     both rho: at first what the value function has not learned puts rho_adv up
+
+    Errors are half widths of 95 % intervals, by the spread over starts."""
+    pair, alone = played[coarse, fine], [played[level,]["returns"][0] for level in (coarse, fine)]
+    difference = pair["returns"][0] - pair["returns"][1]  # (S, R)
+    (a, e_a), (b, e_b), (c, e_c) = map(mean_error, (*alone, difference))
+    within = squares(pair["returns"] - pair["returns"].mean(axis=2, keepdims=True), axis=2)
+    of_returns, of_advantages = (
+        jackknife(sums, costs[fine], costs[coarse]) for sums in (within, pair["squares"])
+    )
+    _, _, saved, (ratio, _) = min(of_returns, of_advantages, key=lambda result: result[0])
+    numbers = {"return": (a, e_a), "difference": (c, e_c), "rho_return": of_returns[0]}
+    numbers |= {"rho_adv": of_advantages[0], "var_ratio": of_advantages[1], "saving": saved}
+    row = {"level": coarse, "against": fine, "step_ms": 1e3 * costs[coarse]}
+    for name, both in numbers.items():
+        row[name], row[f"{name}_error"] = both
+    rounding, variance = 1e-6 * (abs(a) + abs(b)) + 1e-99, difference.var() + 1e-99
+    row |= {"ratio": ratio, "kurtosis": ((difference - c) ** 4).mean().item() / variance**2}
+    return row | {"check": abs(a - b + c) / (3 * (e_a + e_b + e_c) / 1.96 + rounding)}
+
+
+def squares(x, axis):
+    """Return f², c², fc, summed over an axis, (3, ...), of x = (f, c), or (f,), where not NaN."""
+    f, c = x[0] + 0 * x[-1], x[-1] + 0 * x[0]
+    return np.nansum([f * f, c * c, f * c], axis=axis)
+
+
+def jackknife(sums, c_f, c_c):
+    """Return (number, error) of rho, var_ratio, saving and ratio from the sums of `squares` of S
+    starts, (3, S): the error from what leaving out one start after the other changes."""
+
+    def numbers(ff, cc, fc):
+        rho = np.clip(fc / np.sqrt(ff * cc), -1, 1)
+        return np.stack([rho, (ff + cc - 2 * fc) / ff, *saving(rho, c_f, c_c)])
+
+    with np.errstate(all="ignore"):  # 0 / 0 where nothing varies, ∞ where rho is 1
+        total, S = sums.sum(axis=1, keepdims=True), sums.shape[1]
+        errors = 1.96 * ((S - 1) * numbers(*(total - sums)).var(axis=1)) ** 0.5
+        return [*zip(numbers(*total)[:, 0].tolist(), errors.tolist())]
+
+
+def saving(rho, c_f, c_c):
+    """Return what two levels save, the cost of the fine one alone over theirs at equal variance,
+    and the best number of coarse steps per fine one. rho: correlation of the pair's advantages,
+    below 0 as good as 0; c: cost of a step (Peherstorfer, Willcox & Gunzburger 2016)."""
+    rho = np.clip(rho, 0, 1)
+    ratio = np.sqrt(rho**2 * (c_f + c_c) / ((1 - rho**2) * c_c))
+    return c_f / (np.sqrt((c_f + c_c) * (1 - rho**2)) + rho * np.sqrt(c_c)) ** 2, ratio
+
+
+def mean_error(returns):
+    """Return the mean of returns (S, R) and its error: R episodes from one start are alike."""
+    starts = returns.mean(axis=1)
+    return starts.mean().item(), 1.96 * starts.std(ddof=1).item() / len(starts) ** 0.5
+
+
+def verdict(row):
+    """Return what to do with a level, by its pair with the finest: train on it alone if rho_return
+    is surely above ENOUGH, sum levels if the saving is above WORTH, climb from it if rho_return is
+    above START."""
+    rho = f"rho {shown(row, 'rho_return')}"
+    if row["check"] > 1:
+        why = f"in pairs levels do not play as alone (check {row['check']:.1f})"
+        return f"no verdict: {why}, as with --coupling step"
+    if not math.isfinite(row["rho_return"]):
+        return "no verdict: the policy's noise does not change the returns"
+    doubt = "(too few samples to believe it) " if row["kurtosis"] > 100 else ""
+    if row["rho_return"] - row["rho_return_error"] > ENOUGH:
+        bias = shown(row | {"difference": -row["difference"]}, "difference")
+        return f"{doubt}enough on its own, it sees what matters: {rho}, bias {bias}"
+    if row["saving"] > WORTH:
+        text = f"saves {row['saving']:.1f} times with {row['ratio']:.0f} steps for one of level"
+        return f"{doubt}worth a correction: {text} {row['against']}; {rho}"
+    if row["rho_return"] > START:
+        return f"{doubt}good for a start, not to end on, and a correction hardly pays: {rho}"
+    return f"{doubt}drop it, it does not see what matters: {rho}"
+
+
+def shown(row, name):
+    """Return a row's number as text, with its error, if it has one, and no digits beyond that."""
+    if name not in row:
+        return ""
+    if not 1e-9 < (error := row.get(f"{name}_error", 0)) < math.inf:
+        return f"{row[name]:.3g}"
+    digits = max(0, -math.floor(math.log10(error / 2)))
+    return f"{row[name]:.{digits}f} ± {error:.{digits}f}"
+
+
+def play(model, levels, args, generator):
+    """Play ROUNDS · N whole episodes of a level, (l,), or of pairs, (coarse, fine), from S starts R
+    times. Returns `returns` (members, S, R), fine before coarse; `squares` of advantages (3, S);
+    how many `steps` they took, and how many episodes were `cut`."""
+    M, N, R = 2 * len(levels) - 1, args.num_envs, REPEATS if len(levels) > 1 else 1
+    seeds = np.random.SeedSequence([args.seed, *levels]).generate_state(ROUNDS // R * M * N)
+    seeds, rounds = np.repeat(seeds.reshape(-1, M, N), R, axis=0), []
+    paired = argparse.Namespace(**vars(args) | {"schedule": "together"})
+    with closing(make_pool(paired, model, seeds[0], args.num_workers, levels)) as pool:
+        for starts in seeds:
+            pool.call("reseed", starts)
+            rounds.append(play_round(model, pool, levels, args, generator))
+    returns, sums, steps, cut = zip(*rounds)
+    returns = np.stack(returns, axis=1).reshape(-1, ROUNDS // R, R, N).swapaxes(2, 3)
+    sums = np.stack(sums, axis=1).reshape(3, ROUNDS // R, R, N).sum(axis=2)
+    found = {"returns": returns.reshape(len(returns), -1, R), "squares": sums.reshape(3, -1)}
+    return found | {"steps": sum(steps), "cut": sum(cut)}
+
+
+@torch.no_grad()
+def play_round(model, pool, levels, args, generator):
+    """Play a whole episode in every game, a pair's members each to its own end; with --coupling
+    step the partner takes over the fine state before every step, and ends with it. Returns returns
+    (members, N), `squares` of advantages (3, N), the numbers of steps and of episodes cut off."""
+    which = [2, 1] if len(levels) > 1 else [0]  # members, fine before coarse
+    games, act, N = [members(pool.arrays)[m] for m in which], fast_act(model), args.num_envs
+    by_step = len(games) > 1 and args.coupling == "step"
+    names, going = ("actions", *STEP_RESULTS), np.ones((len(games), N), bool)
+    buffers, own = [[] for _ in games], []
+    pool.call("start")
+    while going.any() and len(own) < EVAL_STEPS:
+        own.append(going)
+        if by_step:
+            pool.call("synchronize", 1)
+        noise = model.head.noise(N, generator).to(model.device)
+        for arrays, buffer in zip(games, buffers):
+            act(arrays, noise)
+            arrays["actions"][:] = (games[0] if by_step else arrays)["actions"]
+            buffer.append({"obs": arrays["obs"].copy()})
+        for m in which:
+            pool.call("step_member", m)
+        if by_step:
+            games[1]["truncated"] |= games[0]["ended"] & ~games[1]["terminated"]
+            games[1]["ended"][:] = games[0]["ended"]
+        for arrays, buffer in zip(games, buffers):
+            buffer[-1] |= {name: arrays[name].copy() for name in names}
+        going = going & ~np.stack([arrays["ended"] for arrays in games])
+    own, returns, advantages = np.stack(own, axis=1), [], []  # own: (members, T, N)
+    for buffer, level, steps in zip(buffers, levels[::-1], own):
+        buffer = {name: np.stack([row[name] for row in buffer]) for name in buffer[0]}
+        buffer = finish(model, buffer, level)
+        batch = make_batch(buffer, model.inputs, args)
+        rewards, A = (x.cpu().double().numpy() for x in (buffer["rewards"], batch["advantages"]))
+        returns.append((rewards * steps).sum(axis=0))
+        A = np.where(steps, A.reshape(-1, N), np.nan)
+        advantages.append(A - np.nanmean(A))
+    cut = int(going.any(axis=0).sum())
+    return returns, squares(np.stack(advantages), axis=1), own[0].size, cut
+
+
 # ------------------------------------------------------------------------------------ reservoirs
 # Shapes: n reservoirs stepped together, (ny, nx) cells, axis 0 = y, axis 1 = x; K fields.
 # Units:  m, days, Pa; permeability k in m², viscosity μ in Pa s; per metre of reservoir thickness,
@@ -2143,6 +2362,8 @@ for _name in CASES:
 MAY_CHANGE = "device num_workers total_timesteps num_iterations eval_every eval_episodes save_every"
 MAY_CHANGE = {*MAY_CHANGE.split(), "eval_level"}
 NOT_KEPT = {"resume", "eval", "sample", "video", "export_onnx", "quiet"}
+NOT_KEPT |= {"analyse"}
+MAY_ANALYSE = {"num_envs", "num_steps", "levels", "level_costs", "coupling", "seed"}
 
 
 def add_option(group, name, kind, default, text, **more):
@@ -2176,7 +2397,12 @@ def parse_args(argv=None):
     """Parse and check the command line (default: the program's)."""
     parser = make_parser()
     args = parse_with_run(parser, argv)
+    if args.analyse is not None:  # a climb's levels: all, if none are named
+        args.schedule, args.eval_level = "climb", None
+        args.num_steps = args.num_steps and args.num_steps[:1]
     complete(parser, args)
+    if args.analyse is not None and len(args.levels) < 2:
+        parser.error("argument --analyse: compares levels, give two --levels or more")
     for level, T in reversed([*enumerate(args.num_steps)]):
         rows = "rows of a finer level" if level else "rows"
         T == "auto" or check_rows(parser, args, args.num_envs * T, rows)
@@ -2243,13 +2469,17 @@ def complete(parser, args):
 
 
 def parse_with_run(parser, argv):
-    """Parse argv; with --resume or --eval that run's options are the defaults, and most stay."""
+    """Parse argv; with --resume, --eval or --analyse that run's options are the defaults, and most
+    stay."""
     args = parser.parse_args(argv)
-    run_dir, option = args.resume or args.eval, "--resume" if args.resume else "--eval"
+    option = "--resume" if args.resume else "--eval" if args.eval else "--analyse"
+    run_dir, analysed = args.resume or args.eval or args.analyse, args.analyse is not None
     if not args.eval and (args.sample or args.video or args.export_onnx):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
-    if args.eval and num_ranks() > 1:
-        parser.error("argument --eval: takes one process, not torchrun")
+    if analysed and (args.resume or args.eval):
+        parser.error("argument --analyse: not with --resume, --eval")
+    if (args.eval or analysed) and num_ranks() > 1:
+        parser.error(f"argument {option}: takes one process, not torchrun")
     if args.export_onnx:
         with option_error(parser, "--export-onnx"):
             import onnx  # noqa: F401, torch needs it for that
@@ -2260,9 +2490,11 @@ def parse_with_run(parser, argv):
                 raise ValueError(f"{run_dir} is of another script, or its config.json is damaged")
             if args.total_timesteps or args.num_iterations:
                 options |= {"total_timesteps": None, "num_iterations": None}
+            if analysed:  # maybe on another machine, or of other levels
+                options["level_costs"] = None
             parser.set_defaults(**options)
             args = parser.parse_args(argv)
-            for name in sorted(options.keys() - MAY_CHANGE):
+            for name in sorted(options.keys() - MAY_CHANGE - (MAY_ANALYSE if analysed else set())):
                 if (value := options[name]) != getattr(args, name):
                     name = name.replace("_", "-")
                     parser.error(f"argument --{name}: the run has {value}, which cannot change")
@@ -2315,7 +2547,8 @@ def main():
     args = None
     try:
         args = parse_args()
-        result = evaluate_run(args) if args.eval else train(args)
+        act = evaluate_run if args.eval else train if args.analyse is None else analyse
+        result = act(args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
@@ -2324,7 +2557,7 @@ def main():
         line = error if isinstance(error, GameError) else one_line(error)
         print(f"{Path(__file__).name}: error: {line}", file=sys.stderr)
         return 1 if args else 2
-    return 128 + result.signal if not args.eval and result.signal else 0
+    return 128 + result.signal if act is train and result.signal else 0
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ DIFFERS = {
     ).split(),
     "ppo_multilevel": (
         "make_parser train rollout make_batch update normalised make_model "
-        "Model make_env Game Games game_seeds make_pool COLUMNS make_eval_pool parse_args"
+        "Model make_env Game Games game_seeds make_pool COLUMNS make_eval_pool parse_args "
+        "parse_with_run main"
     ).split(),
     "siblings": ["STEP_RESULTS"],
 }

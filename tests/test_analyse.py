@@ -1,0 +1,213 @@
+"""Oracles of --analyse: levels that are the same, have nothing in common, or differ by a shift."""
+
+import csv
+import sys
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from test_multilevel import install
+
+import ppo_multilevel as ml
+
+SMALL = "--num-envs 20 --num-minibatches 2 --hidden 8 --init-log-std -1 --num-workers 0".split()
+SMALL += "--level-costs 1e-3 4e-3 1".split()
+
+
+class Line(gym.Env):
+    """Three steps, or `longer` on level 1, from a random start; rewards as `reward` says."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gym.spaces.Box(-10, 10, (2,), np.float32)
+
+    def __init__(self, level, reward, longer=3):
+        self.level, self.reward, self.length = level, reward, longer if level == 1 else 3
+
+    def psi(self):
+        return np.array([self.t, self.start], np.float32)
+
+    def map_from(self, other):
+        self.t, self.start = other.t, other.start
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t, self.start = 0, self.np_random.normal()
+        return self.psi(), {}
+
+    def step(self, action):
+        self.t += 1
+        reward = float(self.reward(self.level, action, self.start))
+        return self.psi(), reward, self.t >= self.length, False, {}
+
+
+def analysed(tmp_path, *options):
+    """Return the row of a pair of two levels, and the finest level's."""
+    options = [*SMALL, "--levels", "1", "2", "--log-dir", str(tmp_path), *options]
+    return ml.analyse(ml.parse_args(["--analyse", *options]))
+
+
+def line(monkeypatch, tmp_path, reward, *options, **more):
+    """Return the row of a pair of Lines."""
+    env = install(monkeypatch, lambda level: Line(level, reward, **more))
+    return analysed(tmp_path, "--env", env, *options)[0]
+
+
+@pytest.mark.parametrize("coupling", ["step", "noise"])
+def test_identical_levels(monkeypatch, tmp_path, coupling):
+    """Nothing differs, in both couplings, so that the coarse level is enough."""
+    reward = lambda level, action, start: start + action[0]  # noqa: E731
+    row = line(monkeypatch, tmp_path, reward, "--coupling", coupling)
+    assert row["difference"] == row["difference_error"] == row["kurtosis"] == 0
+    assert row["rho_return"] == pytest.approx(1) and row["rho_adv"] == pytest.approx(1)
+    assert row["var_ratio"] == pytest.approx(0, abs=1e-9) and row["check"] < 1
+    assert row["saving"] == pytest.approx(4) and "enough on its own" in row["verdict"]
+
+
+def test_independent_levels(monkeypatch, tmp_path):
+    """Each level rewards another entry of the action: that starts are alike does not count."""
+    reward = lambda level, action, start: 5 * start + action[level - 1]  # noqa: E731
+    row = line(monkeypatch, tmp_path, reward)
+    assert abs(row["rho_return"]) < 0.35 and abs(row["rho_return"]) < 2 * row["rho_return_error"]
+    assert row["saving"] < 1 and row["check"] < 1 and "drop it" in row["verdict"]
+
+
+def test_level_with_a_known_bias(monkeypatch, tmp_path):
+    """A shift of the rewards by 0.5 is one of 1.5 of returns, and does no harm."""
+    reward = lambda level, action, start: action[0] + 0.5 * (level == 1)  # noqa: E731
+    row = line(monkeypatch, tmp_path, reward)
+    assert row["difference"] == pytest.approx(-1.5, abs=1e-5)
+    assert row["rho_return"] == pytest.approx(1) and row["check"] < 1
+    assert "enough on its own" in row["verdict"] and "bias 1.5" in row["verdict"]
+
+
+def test_known_correlation(monkeypatch, tmp_path):
+    """Half of the coarse level's variance is its own: ρ is 1 / √2, within the error told."""
+    reward = lambda level, action, start: action[0] + (level == 1) * action[1]  # noqa: E731
+    row = line(monkeypatch, tmp_path, reward, "--num-envs", "100")
+    assert abs(row["rho_return"] - 0.5**0.5) < 1.5 * row["rho_return_error"] < 0.12
+
+
+@pytest.mark.parametrize("coupling, difference", [("noise", -2), ("step", 0)])
+def test_partner_plays_its_own_episode(monkeypatch, tmp_path, coupling, difference):
+    """A coarse episode of 5 steps counts whole, unless the partner is where its fine game is."""
+    reward = lambda level, action, start: 1 + 1e-3 * action[0]  # noqa: E731
+    row = line(monkeypatch, tmp_path, reward, "--coupling", coupling, longer=5)
+    assert row["difference"] == pytest.approx(difference, abs=0.01)
+    assert row["return"] == pytest.approx(5, abs=0.01)
+    assert (row["check"] > 1) == (coupling == "step") == ("no verdict" in row["verdict"])
+
+
+def test_levels_without_map_from(tmp_path, capsys):
+    """Pairs have seeds and noise in common, in each repetition of a start."""
+    row = analysed(tmp_path, "--env", "envs:make_cartpole")[0]
+    assert row["difference"] == 0 and row["rho_return"] == pytest.approx(1)
+    assert row["return_error"] > 0
+
+
+@pytest.mark.parametrize("coupling", ["step", "noise"])
+def test_consistency_on_resim(tmp_path, coupling):
+    """The paper's coupling has the wrong law where coarse grids do not see the thief zones."""
+    row = analysed(tmp_path, "--env", "ResSim-v3", "--coupling", coupling, "--num-envs", "10")[0]
+    assert (row["check"] > 1) == (coupling == "step")
+
+
+def test_saving():
+    """Hand values: ρ = 0.9 with levels 4 and 68 times cheaper; ρ < 0 is as 0."""
+    assert ml.saving(0.9, 1, 1 / 4)[0] == pytest.approx(1.138, abs=1e-3)
+    assert ml.saving(0.9, 1, 1 / 68)[0] == pytest.approx(3.327, abs=1e-3)
+    assert ml.saving(0.6, 3, 1)[1] == pytest.approx((0.36 * 4 / 0.64) ** 0.5)
+    assert ml.saving(-0.5, 3, 1)[0] == pytest.approx(3 / 4)
+
+
+def test_table_and_csv(tmp_path, capsys):
+    """Every pair has a line and a row, levels but the finest a verdict; all in analysis.csv."""
+    costs = ["--level-costs", "10", "20", "30", "1", "--num-envs", "5"]
+    words = ["--analyse", *SMALL, "--env", "envs:make", "--levels", "1", "2", "3", *costs]
+    rows = ml.analyse(ml.parse_args([*words, "--log-dir", str(tmp_path)]))
+    out = capsys.readouterr().out.splitlines()
+    # 500 steps alone on 1, 2, 3, in pairs on 1 2, 1 3, 2 3: 500 · (6 + 3 + 4 + 5) · 10 s.
+    assert out[0] == "50 episodes of every level and pair: about 90000 s"
+    assert out[1].split()[:4] == ["level", "against", "step_ms", "return"]
+    assert [line.split()[:2] for line in out[2:5]] == [["1", "2"], ["1", "3"], ["2", "3"]]
+    assert out[6].startswith("level 1: ") and out[7].startswith("level 2: ") and len(out) == 9
+    (path,) = tmp_path.glob("*/analysis.csv")
+    assert out[8].endswith(str(path))
+    with path.open() as file:
+        read = list(csv.DictReader(file))
+    assert [(r["level"], r["against"]) for r in read] == [
+        ("1", "2"),
+        ("1", "3"),
+        ("2", "3"),
+        ("3", ""),
+    ]
+    assert float(read[1]["rho_adv"]) == rows[1]["rho_adv"] and read[1]["verdict"]
+    assert float(read[3]["return"]) == rows[3]["return"] and not read[3]["rho_adv"]
+
+
+def test_any_number_of_workers(tmp_path):
+    """Worker processes change no number."""
+    one, other = (analysed(tmp_path, "--env", "envs:make", "--num-workers", n) for n in "02")
+    assert one[0] == other[0] and one[1] == other[1]
+
+
+def test_run_dir(tmp_path, capsys):
+    """The policy and options are those of the run, levels and coupling may be others."""
+    words = ["--env", "envs:make", "--levels", "1", "2", "3", "--num-iterations", "1", "--quiet"]
+    options = [*SMALL[:-4], "--num-steps", "10", "--eval-every", "0", "--log-dir", str(tmp_path)]
+    run = ml.train(ml.parse_args([*words, *options, "--schedule", "together", "--num-steps"]
+                                 + ["10", "5", "5"]))  # fmt: skip
+    before = (run.run_dir / "checkpoint.pt").read_bytes()
+    args = ml.parse_args(["--analyse", str(run.run_dir), "--levels", "2", "3"])
+    assert (args.num_envs, args.coupling, args.level_costs) == (20, "noise", None)
+    trained = ml.analyse(args)
+    assert (run.run_dir / "analysis.csv").exists() and len(trained) == 2
+    assert (run.run_dir / "checkpoint.pt").read_bytes() == before
+    state = torch.load(run.run_dir / "checkpoint.pt", weights_only=True)
+    state["model"]["head.mean.bias"] += 1
+    torch.save(state, run.run_dir / "checkpoint.pt")
+    assert ml.analyse(args)[1]["return"] != trained[1]["return"]
+
+
+def test_endless_episodes(monkeypatch, tmp_path, capsys):
+    """An analysis ends, and says how many episodes it has cut."""
+    monkeypatch.setattr(ml, "EVAL_STEPS", 5)  # of the 10 of an episode
+    analysed(tmp_path, "--env", "envs:make")
+    assert "600 episodes cut off at 5 steps" in capsys.readouterr().out  # 200 of 1, of 2, of pairs
+
+
+@pytest.mark.parametrize("where", ["nan_reward", "step"])
+def test_simulation_that_fails(monkeypatch, tmp_path, capsys, where):
+    """One error line names the level; what a simulation raises has its traceback below."""
+    words = ["ppo", "--analyse", "--env", f"envs:make_{where}", "--levels", "1", "2", *SMALL]
+    monkeypatch.setattr(sys, "argv", [*words, "--log-dir", str(tmp_path)])
+    assert ml.main() == 1
+    first = capsys.readouterr().err.splitlines()[0]
+    assert "level 2" in first and ("rewards" if where == "nan_reward" else "broken") in first
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ("--levels 2", ("--analyse", "--levels")),
+        ("--levels 1 2 --level-costs 1 2", ("--level-costs",)),
+        ("--levels 1 2 --eval nowhere", ("--analyse", "--eval")),
+        ("nowhere", ("--analyse", "nowhere")),
+        ("--env envs:make_cartpole --levels 1 2 --coupling step", ("--coupling", "map_from")),
+    ],
+)
+def test_wrong_options(tmp_path, capsys, options, words):
+    """One line names the option."""
+    with pytest.raises(SystemExit) as exit_info:
+        ml.parse_args(["--log-dir", str(tmp_path), "--analyse", *options.split()])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert exit_info.value.code == 2 and all(word in line for word in words)
+
+
+def test_one_process_only(monkeypatch, tmp_path, capsys):
+    """torchrun is refused, as it is for --eval."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "t", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        ml.parse_args(["--analyse", "--log-dir", str(tmp_path)])
+    assert "--analyse" in capsys.readouterr().err
