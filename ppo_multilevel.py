@@ -9,12 +9,12 @@
 This is `ppo.py` with a simulation on L levels, coarse to fine, and two ways to use them. A *climb*
 (the default) trains on one level at a time. Now and then it plays the policy on the finest level,
 and so finds out where a second of simulation teaches most; it goes to finer levels when coarser
-ones teach nothing more that holds there, see `Climb`. *Together* is the paper's schedule, multilevel
-Monte Carlo: per iteration N actors take many steps T^1 on the coarsest level and few, T^L, on the
-finest. On each level l > 1 a partner simulation on level l−1 follows the fine one, so that few
-samples tell their difference; the sum of the coarsest level's loss and these differences telescopes
-to the finest level's loss. A climb pays where coarse levels teach something by themselves, together
-needs levels that move alike; --analyse tells before any training.
+ones teach nothing more that holds there, see `Climb`. *Together* is the paper's schedule,
+multilevel Monte Carlo: per iteration N actors take many steps T^1 on the coarsest level and few,
+T^L, on the finest. On each level l > 1 a partner simulation on level l−1 follows the fine one, so
+that few samples tell their difference; the sum of the coarsest level's loss and these differences
+telescopes to the finest level's loss. A climb pays where coarse levels teach something by
+themselves, together needs levels that move alike; --analyse tells before any training.
 
 Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400) as its author printed it
 in "Implementation of multilevel PPO in Stable Baselines 3" (2023), by the numbers of its
@@ -30,7 +30,8 @@ algorithms; "PPO" is arXiv 1707.06347 and "GAE" is arXiv 1506.02438, see `ppo.py
 The loss is a signed, weighted sum: a row of a level's own simulation weighs +1/M^l, a row of its
 coarse partner −1/M^l (times control weights β, see `Together`). So a minibatch is one forward pass
 over all rows, and with one level the script is `ppo.py`, bit for bit. The default, --correction
-bounded, clips partners' policy terms with their sign and leaves out their value terms, see `update`.
+bounded, clips partners' policy terms with their sign and leaves out their value terms, see
+`update`.
 
 Departures from print: Algorithm 3 prints L_a without its minus sign and the entropy term as
 −C_e L_now; Algorithm 4's text prints N T^l ≤ M^l for ≥; Algorithm 5 prints map_from after the fine
@@ -46,7 +47,7 @@ climb's checks may get starts of their own, or leave these two arguments out. Th
 its state → the policy's observation; `phi(action)`, which `step` applies to the policy's action;
 `map_from(other)`, which takes over the state of the same simulation on another level; if it can
 step several at once, a static method `step_batch(envs, actions)` → (obs, rewards, terminated,
-truncated) too. Rewards must mean the same on all levels: a mean over the cells does, a sum does not.
+truncated) too. Rewards must mean the same on all levels: a mean over the cells does, a sum not.
 
 r_t is the reward, r_t(θ) the probability ratio. Shapes: L levels, T^l steps, N actors, B
 minibatches of M^l rows, D observation entries, A action entries. A tilde in the paper is `sync`
