@@ -2361,7 +2361,7 @@ for _name in CASES:
 
 # What may be another for a run that goes on or is evaluated; what config.json does not keep.
 MAY_CHANGE = "device num_workers total_timesteps num_iterations eval_every eval_episodes save_every"
-MAY_CHANGE = {*MAY_CHANGE.split(), "eval_level"}
+MAY_CHANGE = {*MAY_CHANGE.split(), "eval_level", "total_cost"}
 NOT_KEPT = {"resume", "eval", "sample", "video", "export_onnx", "quiet"}
 NOT_KEPT |= {"analyse"}
 MAY_ANALYSE = {"num_envs", "num_steps", "levels", "level_costs", "coupling", "seed"}
@@ -2489,8 +2489,8 @@ def parse_with_run(parser, argv):
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
             if options.keys() != vars(args).keys() - NOT_KEPT:
                 raise ValueError(f"{run_dir} is of another script, or its config.json is damaged")
-            if args.total_timesteps or args.num_iterations:
-                options |= {"total_timesteps": None, "num_iterations": None}
+            if args.total_timesteps or args.num_iterations or args.total_cost:
+                options |= dict.fromkeys(("total_timesteps", "num_iterations", "total_cost"))
             if analysed:  # maybe on another machine, or of other levels
                 options["level_costs"] = None
             parser.set_defaults(**options)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import signal
 import types
 
@@ -263,6 +264,17 @@ def test_resume_in_the_middle_of_a_climb(run, tmp_path, last):
     for row, expected_row in zip(rows(resumed.run_dir), rows(run.run_dir), strict=True):
         for name in ("level", "check_return", "eval_return", "sim_cost", "policy_loss"):
             assert row[name] == expected_row[name], name
+
+
+@pytest.mark.parametrize("length", [["--total-cost", "2000"], ["--num-iterations", "99"]])
+def test_a_longer_run(run, tmp_path, length):
+    """A climb that is over goes on with another length, in the same unit or another one."""
+    copy = shutil.copytree(run.run_dir, tmp_path / "copy")
+    longer = ml.train(ml.parse_args(["--resume", str(copy), "--quiet", *length]))
+    if length[0] == "--total-cost":
+        assert longer.counters["sim_cost"] >= 2000 and longer.iteration > run.iteration
+    else:
+        assert longer.iteration == 99 > run.iteration
 
 
 def test_costs_are_measured_once(tmp_path):
