@@ -250,8 +250,9 @@ def train(args, rule=None):
             tags = level_tags(args.levels, plan.levels, episodes, batches)
             row |= time_split(run, simulation, sampled)
             # Judge: at times a climb checks the policy on the finest level, and changes its level.
+            run.count(global_step=len(batch["obs"]), iteration=1)  # it is complete
             row |= rule.review(run, batches)
-            run.end_iteration(row, episodes[-1], tags, global_step=len(batch["obs"]))
+            run.end_iteration(row, episodes[-1], len(batch["obs"]), tags)
     return run
 
 
@@ -1436,8 +1437,7 @@ class Run(AbstractContextManager):
         costs = np.repeat(costs, 2)[: len(steps)] if pool is self.pool else costs[-1]  # of members
         spent = gathered_objects([seconds.sum(), (steps * costs).sum()])
         spent = np.sum(spent, axis=0).tolist()
-        self.counters["sim_seconds"] += spent[0]
-        self.counters["sim_cost"] += spent[1]
+        self.count(sim_seconds=spent[0], sim_cost=spent[1])
         return spent
 
     def check(self):
@@ -1451,15 +1451,19 @@ class Run(AbstractContextManager):
         if rank() == 0 and not self.args.quiet:
             print(text, flush=True)
 
-    def end_iteration(self, row, episodes, tags=None, **counts):
-        """Add up the `counts`, log the row and the episodes' (return, length), save at times."""
-        seconds = time.perf_counter() - self.started
-        for name, count in (counts | {"iteration": 1, "wall_seconds": seconds}).items():
+    def count(self, **counts):
+        """Add to the counters."""
+        for name, count in counts.items():
             self.counters[name] += count
+
+    def end_iteration(self, row, episodes, steps, tags=None):
+        """Log the row of an iteration and the episodes' (return, length), save at times."""
+        seconds = time.perf_counter() - self.started
+        self.count(wall_seconds=seconds)
         self.recent = (self.recent + episodes)[-100:]
         means = np.mean(self.recent or [(math.nan, math.nan)], axis=0).tolist()
         row |= self.counters | dict(zip(("episodic_return", "episodic_length"), means))
-        row["sps"] = round(counts["global_step"] / seconds)
+        row["sps"] = round(steps / seconds)
         row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         self.log(row, tags)
         if self.args.save_every and self.iteration % self.args.save_every == 0:
@@ -2465,7 +2469,7 @@ def complete(parser, args):
     count = len({*args.levels, args.eval_level}) + 1
     if args.level_costs and len(args.level_costs) != count:
         parser.error(f"argument --level-costs: {count} numbers are due, the last one of an update")
-    if args.check_episodes % num_ranks():
+    if args.schedule == "climb" and args.check_episodes % num_ranks():
         parser.error(f"argument --check-episodes: {num_ranks()} ranks must share them equally")
 
 
