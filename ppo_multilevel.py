@@ -580,8 +580,8 @@ class Climb:
         row, seconds = {"level": self.args.levels[self.level]}, self.seconds(self.level)
         self.time, self.spent = self.time + seconds, self.spent + seconds
         self.unchecked += seconds
-        over = self.spent >= self.window or run.share_done() >= 1
-        if over or self.unchecked >= self.CHECKS * self.check_seconds:
+        over, due = self.spent >= self.window, self.CHECKS * self.check_seconds
+        if over or self.unchecked >= due or run.share_done() >= 1:
             row["check_return"] = self.check(run)
         if over:
             gain = self.returns - self.before

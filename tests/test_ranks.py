@@ -25,7 +25,9 @@ SMALL = "--num-envs 4 --num-minibatches 2 --update-epochs 2 --num-iterations 3".
 OWN = {
     ppo: "--env CartPole-v1 --num-steps 16 --hidden 8".split(),
     ppo_atari: "--num-steps 8 --eval-episodes 1 --precision fp32 --noop-max 4".split(),
-    ppo_multilevel: "--env ResSim-v1 --levels 1 2 --num-steps 8 4 --hidden 8".split(),
+    ppo_multilevel: (
+        "--env ResSim-v1 --levels 1 2 --num-steps 8 4 --hidden 8 --schedule together"
+    ).split(),
 }
 CASES = {
     "CartPole": (ppo, "--eval-every 2 --norm-adv batch"),
@@ -41,7 +43,7 @@ CASES = {
 }
 CASES["ResSim, climb"] = (
     ppo_multilevel,
-    "--level-costs 1 4 1 --check-episodes 4 --num-iterations 24",
+    "--schedule climb --level-costs 1 4 1 --check-episodes 4 --num-iterations 24",
 )
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the ranks are forked")
 
