@@ -115,14 +115,18 @@ def collect():
     index = RESULTS / "runs.json"
     runs = json.loads(index.read_text())["runs"] if index.exists() else {}
     for run_dir in sorted(RUNS_DIR.iterdir()):
-        name, seed = run_dir.name.split("__")
+        config = json.loads((run_dir / "config.json").read_text())
+        options = config["options"]
         with (run_dir / "progress.csv").open() as file:
-            rows = [r for r in csv.DictReader(file) if r["eval_return"] or r.get("check_return")]
+            rows = list(csv.DictReader(file))
+        length, done = options["num_iterations"], int(rows[-1]["iteration"])
+        if done < length if length else float(rows[-1]["sim_cost"]) < options["total_cost"]:
+            continue  # it is not finished
+        rows = [row for row in rows if row["eval_return"] or row["check_return"]]
         with (RESULTS / f"{run_dir.name}.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(rows)
-        config = json.loads((run_dir / "config.json").read_text())
         runs[run_dir.name] = {
             "command": "python ppo_multilevel.py " + shlex.join(config["command"][1:-5]),
             "versions": config["versions"],
