@@ -957,8 +957,8 @@ class Game:
 
     def __init__(self, args, level, n, seed, arrays, **options):
         self.name, self.n, self.seed, self.arrays = f"{args.env} level {level}", n, seed, arrays
-        self.random = np.random.default_rng(seed)  # of the seeds that a pair has in common
         self.env, self.compared = make_env(args.env, level, **options), set()
+        self.random = np.random.default_rng(seed)  # of the seeds that a pair has in common
 
     def reset(self, seed=None):
         """Start an episode, of the game's current random stream or of a new seed."""
@@ -1046,9 +1046,9 @@ class Games:
             what = f"{game.name} (seed {game.seed}) failed in {doing}"
             raise game_error(what, error) from None
 
-    def start(self, states=None):
-        """Start all games from their seeds, each partner where its fine game starts; actors that
-        have one of the N `states` go on from it."""
+    def start(self, states=None, shift=0):
+        """Start all games from their seeds, shifted first, each partner where its fine game starts;
+        actors that have one of the N `states` go on from it."""
         starting = []
         for i, actor in enumerate(self.actors):
             try:
@@ -1060,7 +1060,8 @@ class Games:
                     report(f"{actor[0].name} starts a new episode: {one_line(error)}")
         for i in starting:
             for game in self.actors[i]:
-                self.busy = game, "reset"
+                self.busy, game.seed = (game, "reset"), game.seed + shift
+                game.random = np.random.default_rng(game.seed)
                 game.reset(game.seed)
         for level in range(1, len(self.members) // 2 + 1):
             self.start_partners(level, starting)
@@ -1069,12 +1070,6 @@ class Games:
         """Return what `start` needs to go on with these actors, None for one that cannot tell."""
         states = [[game.get_state() for game in actor] for actor in self.actors]
         return [None if None in actor else actor for actor in states]
-
-    def reseed(self, seeds):
-        """Have `start` begin other episodes, those of seeds (members, N)."""
-        for games, row in zip(self.members, seeds):
-            for game in games:
-                game.seed, game.random = int(row[game.n]), np.random.default_rng(row[game.n])
 
     def start_partners(self, level, actors):
         """Start an episode of these actors' partners at the start of the fine game's episode."""
@@ -1723,23 +1718,25 @@ def analyse(args):
         model.load_state_dict(load_checkpoint(args.analyse)["model"])
     *coarser, finest = args.levels
     costs = dict(zip(args.levels, args.level_costs or measured_costs(args, model)))
-    began = time.perf_counter()
     pairs = sorted({*zip(coarser, args.levels[1:]), *((level, finest) for level in coarser)})
-    plays = [*((level,) for level in args.levels), *pairs]
-    played = {plays[0]: play(model, plays[0], args, generator)}  # tells how long an episode is
-    steps, each = played[plays[0]]["steps"], f"{ROUNDS * args.num_envs} episodes"
-    policy = max(0, time.perf_counter() - began - steps * costs[args.levels[0]])
-    seconds = sum(steps * costs[level] + policy for levels in plays for level in levels)
-    print(f"{each} of every level and pair: about {seconds:.0f} s", flush=True)
-    played |= {levels: play(model, levels, args, generator) for levels in plays[1:]}
+    plays, played, began = [*((level,) for level in args.levels), *pairs], {}, time.perf_counter()
+    for levels in plays:
+        played[levels] = play(model, levels, args, generator)
+        if len(played) == 1:  # the first one tells how long an episode is
+            steps = played[levels]["steps"]
+            policy = max(0, time.perf_counter() - began - steps * costs[levels[0]])
+            seconds = sum(steps * costs[level] + policy for level in itertools.chain(*plays))
+            each = f"{ROUNDS * args.num_envs} episodes of every level and pair"
+            print(f"{each}: about {seconds:.0f} s", flush=True)
     rows = [compare(costs, played, *pair) for pair in pairs]
     rows.append({"level": finest, "step_ms": 1e3 * costs[finest]})
-    rows[-1]["return"], rows[-1]["return_error"] = mean_error(played[finest,]["returns"][0])
+    alone = mean_return(played[finest,]["returns"][0]).tolist()
+    rows[-1] |= dict(zip(("return", "return_error"), alone))
     names = [name for name in rows[0] if not name.endswith("_error")]
-    table = [names, *([shown(row, name) for name in names] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for line in table:
-        print("  ".join(text.rjust(width) for text, width in zip(line, widths)))
+    widths = [20 if f"{name}_error" in rows[0] else 9 for name in names]
+    print("".join(name.rjust(width) for name, width in zip(names, widths)))
+    for row in rows:
+        print("".join(shown(row, name).rjust(width) for name, width in zip(names, widths)))
     for row in rows[:-1]:
         row["verdict"] = verdict(row) if row["against"] == finest else None
         if row["verdict"]:
@@ -1760,56 +1757,57 @@ def compare(costs, played, coarse, fine):
     """Return the row of a pair of levels, after `mlmc_test` of Giles (2015, Acta Numerica 24):
 
     step_ms, return  of the coarse level: cost of a step, mean return of episodes alone
-    difference       mean return of the fine member less the coarse one's: the bias that training
-                     on the coarse level alone cannot see
+    difference       mean return of the fine member less the coarse one's: the coarse level's bias
     rho_return       correlation of a pair's returns within a start, over the policy's noise: how
                      far the levels agree on what is good to do
     rho_adv          correlation of a pair's advantages Â, row by row
     var_ratio        Var(Â_f − Ã_c) / Var(Â_f)
-    kurtosis         of the difference; above 100: too few samples to believe it
-    check            |a − b + c| / 3 (σ_a + σ_b + σ_c), a and b the mean returns of the coarse and
-                     the fine level alone, c the difference, σ standard errors; above 1 the coupling
-                     has the wrong law: a pair's members do not play as their levels do alone
     saving, ratio    of a sum of both levels against the fine one, see `saving`, by the smaller of
                      both rho: at first what the value function has not learned puts rho_adv up
+    kurtosis         of the difference; above 100: too few samples to believe it
+    check            |a − b + c| / 3 (σ_a + σ_b + σ_c), a and b the mean returns of the coarse and
+                     the fine level alone, c the difference, σ standard errors; above 1 the pair's
+                     members do not play as their levels do alone
 
     Errors are half widths of 95 % intervals, by the spread over starts."""
-    pair, alone = played[coarse, fine], [played[level,]["returns"][0] for level in (coarse, fine)]
-    difference = pair["returns"][0] - pair["returns"][1]  # (S, R)
-    (a, e_a), (b, e_b), (c, e_c) = map(mean_error, (*alone, difference))
-    within = squares(pair["returns"] - pair["returns"].mean(axis=2, keepdims=True), axis=2)
-    of_returns, of_advantages = (
-        jackknife(sums, costs[fine], costs[coarse]) for sums in (within, pair["squares"])
-    )
-    _, _, saved, (ratio, _) = min(of_returns, of_advantages, key=lambda result: result[0])
-    numbers = {"return": (a, e_a), "difference": (c, e_c), "rho_return": of_returns[0]}
-    numbers |= {"rho_adv": of_advantages[0], "var_ratio": of_advantages[1], "saving": saved}
-    row = {"level": coarse, "against": fine, "step_ms": 1e3 * costs[coarse]}
-    for name, both in numbers.items():
-        row[name], row[f"{name}_error"] = both
-    rounding, variance = 1e-6 * (abs(a) + abs(b)) + 1e-99, difference.var() + 1e-99
-    row |= {"ratio": ratio, "kurtosis": ((difference - c) ** 4).mean().item() / variance**2}
-    return row | {"check": abs(a - b + c) / (3 * (e_a + e_b + e_c) / 1.96 + rounding)}
 
-
-def squares(x, axis):
-    """Return f², c², fc, summed over an axis, (3, ...), of x = (f, c), or (f,), where not NaN."""
-    f, c = x[0] + 0 * x[-1], x[-1] + 0 * x[0]
-    return np.nansum([f * f, c * c, f * c], axis=axis)
-
-
-def jackknife(sums, c_f, c_c):
-    """Return (number, error) of rho, var_ratio, saving and ratio from the sums of `squares` of S
-    starts, (3, S): the error from what leaving out one start after the other changes."""
-
-    def numbers(ff, cc, fc):
+    def numbers(sums):  # of f², c², fc of S starts, (3, S)
+        ff, cc, fc = sums.sum(axis=1)
         rho = np.clip(fc / np.sqrt(ff * cc), -1, 1)
-        return np.stack([rho, (ff + cc - 2 * fc) / ff, *saving(rho, c_f, c_c)])
+        return np.array([rho, (ff + cc - 2 * fc) / ff, *saving(rho, costs[fine], costs[coarse])])
 
+    alone = [mean_return(played[level,]["returns"][0]) for level in (coarse, fine)]
+    returns = played[coarse, fine]["returns"]  # (2, S, R)
+    f, c = returns - returns.mean(axis=2, keepdims=True)
+    by_returns = jackknife(numbers, np.stack([f * f, c * c, f * c]).sum(axis=2))  # (2, 4)
+    by_rows = jackknife(numbers, played[coarse, fine]["products"])
+    smaller = by_rows if by_rows[0, 0] < by_returns[0, 0] else by_returns
+    difference = returns[0] - returns[1]
+    found = {"return": alone[0], "difference": mean_return(difference)}
+    found |= {"rho_return": by_returns[:, 0], "rho_adv": by_rows[:, 0]}
+    found |= {"var_ratio": by_rows[:, 1], "saving": smaller[:, 2]}
+    row = {"level": coarse, "against": fine, "step_ms": 1e3 * costs[coarse]}
+    for name, number in found.items():
+        row[name], row[f"{name}_error"] = number.tolist()
+    (a, b, c), errors = np.transpose([*alone, found["difference"]])
+    unlike = abs(a - b + c) / (3 / 1.96 * errors.sum() + 1e-6 * (abs(a) + abs(b)) + 1e-99)
+    kurtosis = ((difference - c) ** 4).mean() / (difference.var() + 1e-99) ** 2
+    return row | {"ratio": smaller[0, 3], "kurtosis": float(kurtosis), "check": float(unlike)}
+
+
+def jackknife(number, samples):
+    """Return `number` of samples (..., S), one per start, and the half width of its 95 % interval,
+    from what leaving out one start after the other changes: (2, ...)."""
+    S = samples.shape[-1]
     with np.errstate(all="ignore"):  # 0 / 0 where nothing varies, ∞ where rho is 1
-        total, S = sums.sum(axis=1, keepdims=True), sums.shape[1]
-        errors = 1.96 * ((S - 1) * numbers(*(total - sums)).var(axis=1)) ** 0.5
-        return [*zip(numbers(*total)[:, 0].tolist(), errors.tolist())]
+        without = [number(np.delete(samples, i, axis=-1)) for i in range(S)]
+        errors = 1.96 * ((S - 1) * np.var(without, axis=0)) ** 0.5
+        return np.array([number(samples), errors])
+
+
+def mean_return(returns):
+    """Return the mean of returns (S, R) and its error: R episodes from one start are alike."""
+    return jackknife(np.mean, returns.mean(axis=1))
 
 
 def saving(rho, c_f, c_c):
@@ -1821,23 +1819,15 @@ def saving(rho, c_f, c_c):
     return c_f / (np.sqrt((c_f + c_c) * (1 - rho**2)) + rho * np.sqrt(c_c)) ** 2, ratio
 
 
-def mean_error(returns):
-    """Return the mean of returns (S, R) and its error: R episodes from one start are alike."""
-    starts = returns.mean(axis=1)
-    return starts.mean().item(), 1.96 * starts.std(ddof=1).item() / len(starts) ** 0.5
-
-
 def verdict(row):
-    """Return what to do with a level, by its pair with the finest: train on it alone if rho_return
-    is surely above ENOUGH, sum levels if the saving is above WORTH, climb from it if rho_return is
-    above START."""
+    """Return what to do with a level, by its pair with the finest."""
     rho = f"rho {shown(row, 'rho_return')}"
+    doubt = "(too few samples to believe it) " if row["kurtosis"] > 100 else ""
     if row["check"] > 1:
         why = f"in pairs levels do not play as alone (check {row['check']:.1f})"
         return f"no verdict: {why}, as with --coupling step"
     if not math.isfinite(row["rho_return"]):
         return "no verdict: the policy's noise does not change the returns"
-    doubt = "(too few samples to believe it) " if row["kurtosis"] > 100 else ""
     if row["rho_return"] - row["rho_return_error"] > ENOUGH:
         bias = shown(row | {"difference": -row["difference"]}, "difference")
         return f"{doubt}enough on its own, it sees what matters: {rho}, bias {bias}"
@@ -1850,73 +1840,59 @@ def verdict(row):
 
 
 def shown(row, name):
-    """Return a row's number as text, with its error, if it has one, and no digits beyond that."""
-    if name not in row:
-        return ""
-    if not 1e-9 < (error := row.get(f"{name}_error", 0)) < math.inf:
-        return f"{row[name]:.3g}"
-    digits = max(0, -math.floor(math.log10(error / 2)))
-    return f"{row[name]:.{digits}f} ± {error:.{digits}f}"
-
-
-def play(model, levels, args, generator):
-    """Play ROUNDS · N whole episodes of a level, (l,), or of pairs, (coarse, fine), from S starts R
-    times. Returns `returns` (members, S, R), fine before coarse; `squares` of advantages (3, S);
-    how many `steps` they took, and how many episodes were `cut`."""
-    M, N, R = 2 * len(levels) - 1, args.num_envs, REPEATS if len(levels) > 1 else 1
-    seeds = np.random.SeedSequence([args.seed, *levels]).generate_state(ROUNDS // R * M * N)
-    seeds, rounds = np.repeat(seeds.reshape(-1, M, N), R, axis=0), []
-    paired = argparse.Namespace(**vars(args) | {"schedule": "together"})
-    with closing(make_pool(paired, model, seeds[0], args.num_workers, levels)) as pool:
-        for starts in seeds:
-            pool.call("reseed", starts)
-            rounds.append(play_round(model, pool, levels, args, generator))
-    returns, sums, steps, cut = zip(*rounds)
-    returns = np.stack(returns, axis=1).reshape(-1, ROUNDS // R, R, N).swapaxes(2, 3)
-    sums = np.stack(sums, axis=1).reshape(3, ROUNDS // R, R, N).sum(axis=2)
-    found = {"returns": returns.reshape(len(returns), -1, R), "squares": sums.reshape(3, -1)}
-    return found | {"steps": sum(steps), "cut": sum(cut)}
+    """Return a number of a row as text, with its error if it has one."""
+    if f"{name}_error" in row:
+        return f"{row[name]:.4g} ± {row[f'{name}_error']:.1g}"
+    return f"{row[name]:.3g}" if name in row else ""
 
 
 @torch.no_grad()
-def play_round(model, pool, levels, args, generator):
-    """Play a whole episode in every game, a pair's members each to its own end; with --coupling
-    step the partner takes over the fine state before every step, and ends with it. Returns returns
-    (members, N), `squares` of advantages (3, N), the numbers of steps and of episodes cut off."""
+def play(model, levels, args, generator):
+    """Play ROUNDS · N whole episodes of a level, (l,), or of pairs, (coarse, fine), from S starts R
+    times, each member to its own end; with --coupling step the partner takes over the fine state
+    before every step, and ends with it. Returns `returns` (members, S, R), fine before coarse;
+    `products` f², c², fc of advantages (3, S); the number of `steps`, and of episodes `cut`."""
+    M, N, R = 2 * len(levels) - 1, args.num_envs, REPEATS if len(levels) > 1 else 1
     which = [2, 1] if len(levels) > 1 else [0]  # members, fine before coarse
-    games, act, N = [members(pool.arrays)[m] for m in which], fast_act(model), args.num_envs
-    by_step = len(games) > 1 and args.coupling == "step"
-    names, going = ("actions", *STEP_RESULTS), np.ones((len(games), N), bool)
-    buffers, own = [[] for _ in games], []
-    pool.call("start")
-    while going.any() and len(own) < EVAL_STEPS:
-        own.append(going)
-        if by_step:
-            pool.call("synchronize", 1)
-        noise = model.head.noise(N, generator).to(model.device)
-        for arrays, buffer in zip(games, buffers):
-            act(arrays, noise)
-            arrays["actions"][:] = (games[0] if by_step else arrays)["actions"]
-            buffer.append({"obs": arrays["obs"].copy()})
-        for m in which:
-            pool.call("step_member", m)
-        if by_step:
-            games[1]["truncated"] |= games[0]["ended"] & ~games[1]["terminated"]
-            games[1]["ended"][:] = games[0]["ended"]
-        for arrays, buffer in zip(games, buffers):
-            buffer[-1] |= {name: arrays[name].copy() for name in names}
-        going = going & ~np.stack([arrays["ended"] for arrays in games])
-    own, returns, advantages = np.stack(own, axis=1), [], []  # own: (members, T, N)
-    for buffer, level, steps in zip(buffers, levels[::-1], own):
-        buffer = {name: np.stack([row[name] for row in buffer]) for name in buffer[0]}
-        buffer = finish(model, buffer, level)
-        batch = make_batch(buffer, model.inputs, args)
-        rewards, A = (x.cpu().double().numpy() for x in (buffer["rewards"], batch["advantages"]))
-        returns.append((rewards * steps).sum(axis=0))
-        A = np.where(steps, A.reshape(-1, N), np.nan)
-        advantages.append(A - np.nanmean(A))
-    cut = int(going.any(axis=0).sum())
-    return returns, squares(np.stack(advantages), axis=1), own[0].size, cut
+    seeds = np.random.SeedSequence([args.seed, *levels]).generate_state(M * N).reshape(M, N)
+    by_step = len(levels) > 1 and args.coupling == "step"
+    paired = argparse.Namespace(**vars(args) | {"schedule": "together"})
+    returns, products, num_steps, cut = [], [], 0, 0
+    with closing(make_pool(paired, model, seeds, args.num_workers, levels)) as pool:
+        arrays, act = pool.arrays, fast_act(model)
+        games = [members(arrays)[m] for m in which]
+        for number in range(ROUNDS):
+            pool.call("start", None, number % R == 0)  # R times from the same starts
+            rows, going = [], np.ones((len(games), N), bool)
+            while going.any() and len(rows) < EVAL_STEPS:
+                if by_step:
+                    pool.call("synchronize", 1)
+                noise = model.head.noise(N, generator).to(model.device)
+                for game in games:
+                    act(game, noise)
+                    game["actions"][:] = (games[0] if by_step else game)["actions"]
+                rows.append({name: arrays[name][which] for name in ("obs", "actions")})
+                for m in which:
+                    pool.call("step_member", m)
+                if by_step:
+                    games[1]["truncated"] |= games[0]["ended"] & ~games[1]["terminated"]
+                    games[1]["ended"][:] = games[0]["ended"]
+                rows[-1] |= {name: arrays[name][which] for name in STEP_RESULTS} | {"own": going}
+                going = going & ~arrays["ended"][which]
+            buffer = {name: np.stack([row[name] for row in rows], 1) for name in rows[0]}
+            own, advantages = buffer.pop("own"), []  # (members, T, N)
+            returns.append((buffer["rewards"].astype(float) * own).sum(axis=1))
+            for i, level in enumerate(levels[::-1]):
+                member = finish(model, {name: column[i] for name, column in buffer.items()}, level)
+                batch = make_batch(member, model.inputs, args)
+                advantages.append(batch["advantages"].cpu().double().numpy().reshape(-1, N))
+            both, A = own.all(axis=0), np.stack(advantages)
+            A = (A - A[:, both].mean(axis=1)[:, None, None]) * both
+            products.append(np.stack([A[0] ** 2, A[-1] ** 2, A[0] * A[-1]]).sum(axis=1))  # (3, N)
+            num_steps, cut = num_steps + own[0].size, cut + int(going.any(axis=0).sum())
+    returns = np.stack(returns, axis=-1).reshape(len(games), -1, R)
+    products = np.stack(products, axis=-1).reshape(3, -1, R).sum(axis=2)
+    return {"returns": returns, "products": products, "steps": num_steps, "cut": cut}
 
 
 # ------------------------------------------------------------------------------------ reservoirs
