@@ -115,37 +115,31 @@ def make_parser():
     add_common_options(parser)
     add_network_options(parser)
     option = functools.partial(add_option, parser.add_argument_group("ppo_multilevel.py"))
+    positive = number(float, 1e-300)
     text = f"{', '.join(CASES)}, path/to/file.py:make or package.module:make"
     option("--env", str, "ResSim-v1", text)
-    text = (
-        "climb: one level at a time, the one that gains most per second on the finest; together: "
-    )
-    text += "all in every iteration (the paper's). None: climb if there is more than one level"
+    text = "climb: one level at a time; together: all in every iteration; None: climb, if several"
     option("--schedule", str, None, text, choices=("climb", "together"))
     text = "levels to use, coarse to fine; the built-in simulations have a default"
     option("--levels", number(int, 1), None, text, nargs="+")
-    text = "T^l, steps per actor and iteration, one number or one per level; together: many coarse "
-    text += "and few fine ones, or 'T auto': T on the coarsest, the rest as costs and variances say"
+    text = (
+        "T^l, steps per actor and iteration, one number or one per level; together: many coarse, "
+    )
+    text += "few fine ones, or 'T auto': T on the coarsest, the rest as costs and variances say"
     option("--num-steps", or_auto(number(int, 1)), None, text, nargs="+")
     text = "β, weight of the correction by coarse partners; 1: Algorithm 4; auto: is measured"
     option("--control", or_auto(number(float, 0, 1)), "auto", text)
     text = "length of the run in steps of the finest level, a coarser step counts less by its cost"
-    option("--total-cost", number(float, 1e-300), None, text)
-    text = "seconds that a step takes on each level, all workers together, and then all that an "
-    text += "iteration does beside simulating; None: measured at the start"
-    option("--level-costs", number(float, 1e-300), None, text, nargs="+")
+    option("--total-cost", positive, None, text)
+    text = "seconds of a step on each level, all workers together, and of an update; None: measured"
+    option("--level-costs", positive, None, text, nargs="+")
     text = "episodes of a check, which tells a climb what the policy is worth on the finest level"
     option("--check-episodes", number(int, 2, 100_000), 16, text)
     text = "no training: print which levels pay, by this run's policy or else by the initial one"
     option("--analyse", str, None, text, nargs="?", const="", metavar="RUN_DIR")
     option("--eval-level", number(int, 1), None, "level of evaluations, if not the last")
-    text = (
-        "of partners. noise: it takes over the fine state when an episode starts, then acts itself "
-    )
-    text += (
-        "with the same noise; step (the paper's): it takes over the fine state before each step, "
-    )
-    text += "then the fine action: smaller differences, but biased"
+    text = "of partners. noise: the fine state when an episode starts, then the same noise; step "
+    text += "(the paper's): fine state and action in each step, smaller differences, but biased"
     option("--coupling", str, "noise", text, choices=("step", "noise"))
     text = "literal: Algorithm 4, whose signed sum has no lower bound; bounded: partners' rows are "
     text += "clipped by the signed advantage, the value function fits own rows only"
@@ -491,9 +485,9 @@ class Together:
     best = None  # the run's result is its last parameters
 
     def __init__(self, args):
-        self.args, more = args, len(args.levels) - 1
+        self.args, self.measured, more = args, False, len(args.levels) - 1
         # Of each level's advantages: Var(Â), Cov(Â, Ã), Var(Ã), means over the iterations so far.
-        self.moments, self.measured = torch.tensor([[1.0, 0, 0], *[[1.0, 0.9, 1.0]] * more]), False
+        self.moments = torch.tensor([[1.0, 0, 0], *[[1.0, 0.9, 1.0]] * more])
         self.controls = [1.0 if args.control == "auto" else args.control] * more
 
     def plan(self):
@@ -544,24 +538,16 @@ class Climb:
 
     ERRORS, SHARE = 1.5, 0.25
     CHECKS = 6  # training between two checks takes at least as long as so many checks
-    ITERATIONS, PART = (
-        5,
-        0.2,
-    )  # a window is at least so many iterations, and part of the time so far
+    ITERATIONS, PART = 5, 0.2  # a window's least length: iterations, part of the time so far
 
     def __init__(self, args):
         self.args, self.level, self.refit = args, 0, True
-        self.best = self.returns = None  # parameters and Adam's state; their check's returns (E,)
-        self.time = self.spent = self.unchecked = (
-            0.0  # seconds in all, in the window, since a check
-        )
-        self.window, self.before, self.tried = (
-            0.0,
-            None,
-            0.0,
-        )  # its length; returns; time of a trial
+        self.best = self.adam = self.returns = None  # by the best check, whose returns are (E,)
+        self.time = self.unchecked = 0.0  # seconds in all, since the last check
+        self.window = self.spent = 0.0  # a window's length, and what is over of it
+        self.kind, self.before = "", None  # "trial", "chance" or ""; best returns when it began
+        self.home, self.rate, self.tried = 0, 0.0, 0.0  # level and rate before it; the last trial
         self.paid = [False] * len(args.levels)  # which levels have been productive
-        self.kind, self.home, self.rate = "", 0, 0.0  # "trial" or "chance"; level, rate before it
 
     def plan(self):
         """Return what the next iteration does."""
@@ -593,9 +579,8 @@ class Climb:
         self.check_seconds = cost * self.args.level_costs[-2]
         self.time, self.unchecked = self.time + self.check_seconds, 0.0
         if self.best is None or returns.mean() > self.returns.mean():
-            self.best, self.adam = copy.deepcopy(
-                (run.model.state_dict(), run.optimizer.state_dict())
-            )
+            self.best = copy.deepcopy(run.model.state_dict())
+            self.adam = copy.deepcopy(run.optimizer.state_dict())
             self.returns = returns
         return float(returns.mean())
 
@@ -603,43 +588,46 @@ class Climb:
         """Stay on the level or go to another one, by what the window has gained."""
         level, last, rate = self.level, len(self.args.levels) - 1, gain / self.spent
         productive, above = gain > self.ERRORS * error, min(level + 1, last)
-        (kind, home, other), self.kind = (self.kind, self.home, self.rate), ""
-        self.paid[level] = kind != "chance" and (productive or self.paid[level])
-        chances = [i for i in range(level) if self.paid[i]]
-        if not chances and self.paid[level] and level < last:
-            chances = [level]
-        cost = max(self.ITERATIONS * self.seconds(above), self.PART * self.time)
+        self.paid[level] = self.kind != "chance" and (productive or self.paid[level])
+        chances = [i for i in range(above) if self.paid[i]]
+        cheaper = [i for i in chances if i < level] or chances  # this level has one if no other has
+        cost = self.usual(above)
         due = cost <= self.SHARE * (self.time - self.tried)
-        if kind == "trial" and rate <= other:
-            self.go(run, home, rate, "back: less than there")
-        elif kind == "chance" and not productive:
-            self.go(run, min(home + 1, last), rate, "up: the last chance was missed")
-        elif productive and not kind and level < last and due:
-            self.kind, self.home, self.rate, self.tried = "trial", level, rate, self.time + cost
-            self.go(run, above, rate, "a trial", cost)
-        elif not productive and chances:
-            self.kind, self.home, self.rate = "chance", level, rate
-            self.go(run, chances[-1], rate, "a last chance: no more than noise", cost)
+        if self.kind == "trial" and rate <= self.rate:
+            self.go(run, self.home, rate, "back: less than there")
+        elif self.kind == "chance" and not productive:
+            self.go(run, min(self.home + 1, last), rate, "up: the last chance was missed")
+        elif productive and not self.kind and level < last and due:
+            self.tried = self.time + cost
+            self.go(run, above, rate, "a trial", "trial", cost)
+        elif not productive and cheaper:
+            self.go(run, cheaper[-1], rate, "a last chance: no more than noise", "chance", cost)
         elif not productive and level < last:
             self.go(run, above, rate, "up: no more than noise")
         else:
+            self.kind = ""
             self.start()
 
-    def go(self, run, level, rate, why, window=0.0):
+    def go(self, run, level, rate, why, kind="", window=None):
         """Go to a level, from the best parameters, for a window of so many seconds, or as usual."""
         names, best = self.args.levels, float(self.returns.mean())
         line = f"level {names[self.level]} → {names[level]}, {why} ({rate:.2g} per second, best "
         run.say(f"{line}{best:.4f})")
+        self.kind, self.home, self.rate = kind, self.level, rate
         self.level, self.refit = level, True
         run.model.load_state_dict(self.best)
         run.optimizer.load_state_dict(self.adam)
         run.recent.clear()
         self.start(window)
 
-    def start(self, window=0.0):
+    def start(self, window=None):
         """Start a window on the level."""
-        least = max(self.ITERATIONS * self.seconds(self.level), self.PART * self.time)
-        self.window, self.spent, self.before = window or least, 0.0, self.returns
+        self.window, self.spent = window or self.usual(self.level), 0.0
+        self.before = self.returns
+
+    def usual(self, level):
+        """Return how long a window on a level is."""
+        return max(self.ITERATIONS * self.seconds(level), self.PART * self.time)
 
     def seconds(self, level):
         """Return what an iteration on a level index takes."""
@@ -1518,10 +1506,7 @@ class Run(AbstractContextManager):
         if rank() == 0:
             self.events.flush()  # a checkpoint must not be ahead of TensorBoard's file
             rule = {name: value for name, value in vars(self.rule).items() if name != "args"}
-            state = {
-                "model": self.rule.best or self.model.state_dict(),
-                "rule": rule,
-            }
+            state = {"model": self.rule.best or self.model.state_dict(), "rule": rule}
             state |= {"current": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
             state |= {"generator": self.generator.get_state(), "counters": self.counters}
             history = json.loads(json.dumps(self.history, default=float))  # plain numbers
