@@ -7,18 +7,17 @@
     tensorboard --logdir runs
 
 This is `ppo.py` with a simulation on L levels, coarse to fine, and two ways to use them. A *climb*
-(the default) trains on one level at a time. Now and then it plays the policy on the finest level,
-and so finds out where a second of simulation teaches most; it goes to finer levels when coarser
-ones teach nothing more that holds there, see `Climb`. *Together* is the paper's schedule,
-multilevel Monte Carlo: per iteration N actors take many steps T^1 on the coarsest level and few,
-T^L, on the finest. On each level l > 1 a partner simulation on level l−1 follows the fine one, so
-that few samples tell their difference; the sum of the coarsest level's loss and these differences
-telescopes to the finest level's loss. A climb pays where coarse levels teach something by
-themselves, together needs levels that move alike; --analyse tells before any training.
+(the default) trains on one level at a time; checks on the finest level tell where a second of
+simulation teaches most, see `Climb`. *Together* is the paper's schedule, multilevel Monte Carlo:
+per iteration N actors take many steps T^1 on the coarsest level and few, T^L, on the finest. On
+each level l > 1 a partner simulation on level l−1 follows the fine one, so that few samples tell
+their difference; the sum of the coarsest level's loss and these differences telescopes to the
+finest level's loss. A climb pays where coarse levels teach something by themselves, together needs
+levels that move alike; --analyse tells before any training.
 
-Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400) as its author printed it
-in "Implementation of multilevel PPO in Stable Baselines 3" (2023), by the numbers of its
-algorithms; "PPO" is arXiv 1707.06347 and "GAE" is arXiv 1506.02438, see `ppo.py`.
+Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), algorithms as in its
+author's "Implementation of multilevel PPO in Stable Baselines 3" (2023); "PPO" is arXiv 1707.06347
+and "GAE" is arXiv 1506.02438, see `ppo.py`.
 
     δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                             PPO, Eq. (12)
     Â_t = δ_t + γλ (1 − done_t) Â_{t+1},   R_t = Â_t + V(s_t)           PPO, Eq. (11); GAE, Eq. (16)
@@ -28,31 +27,30 @@ algorithms; "PPO" is arXiv 1707.06347 and "GAE" is arXiv 1506.02438, see `ppo.py
     loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}],  ℓ̃^0 = 0                                      ML, Algorithm 4
 
 The loss is a signed, weighted sum: a row of a level's own simulation weighs +1/M^l, a row of its
-coarse partner −1/M^l (times control weights β, see `Together`). So a minibatch is one forward pass
-over all rows, and with one level the script is `ppo.py`, bit for bit. The default, --correction
-bounded, clips partners' policy terms with their sign and leaves out their value terms, see
-`update`.
+coarse partner −1/M^l (times control weights β, see `Together`); a minibatch is one forward pass
+over all rows. With one level the script is `ppo.py`, bit for bit. --correction bounded, the
+default, clips partners' policy terms with their sign and leaves out their value terms: `update`.
 
 Departures from print: Algorithm 3 prints L_a without its minus sign and the entropy term as
 −C_e L_now; Algorithm 4's text prints N T^l ≤ M^l for ≥; Algorithm 5 prints map_from after the fine
 step and assigns ã twice: both members of a pair must start from the same state, so the coarse one
 is mapped before the fine step, and takes the same action a^L.
-Departures from the author's code: each level keeps its own stream of episodes; a partner's values
-come from its own observations; one normaliser of advantages serves all levels, since one for each
-level would erase the differences that the method adds up.
+From the author's code: each level keeps its own stream of episodes; a partner's values come from
+its own observations; one normaliser of advantages serves all levels, one for each would erase the
+differences that the method adds up.
 
 A simulation is a function `make(level, evaluation=False, validation=False)` that returns a
 Gymnasium env whose spaces are the policy's (the finest level's) on every level; evaluations and a
 climb's checks may get starts of their own, or leave these two arguments out. The env owns `psi()`,
 its state → the policy's observation; `phi(action)`, which `step` applies to the policy's action;
-`map_from(other)`, which takes over the state of the same simulation on another level; if it can
-step several at once, a static method `step_batch(envs, actions)` → (obs, rewards, terminated,
-truncated) too. Rewards must mean the same on all levels: a mean over the cells does, a sum not.
+`map_from(other)`, which takes over the state of the same simulation on another level; and maybe a
+static method `step_batch(envs, actions)` → (obs, rewards, terminated, truncated) of several envs.
+Rewards must mean the same on all levels: a mean over the cells does, a sum not.
 
 r_t is the reward, r_t(θ) the probability ratio. Shapes: L levels, T^l steps, N actors, B
 minibatches of M^l rows, D observation entries, A action entries. A tilde in the paper is `sync`
-here. Everything stored at index t belongs to the action taken at t: `terminated[t]` and
-`truncated[t]` say how that action ended the episode, if it did.
+here. What is stored at t belongs to the action taken at t: `terminated[t]` and `truncated[t]` say
+how it ended the episode.
 """
 
 import argparse
@@ -94,18 +92,8 @@ from scipy import sparse
 from scipy.sparse.linalg import splu
 from torch import nn
 
+
 # ------------------------------------------------------------------------------------ options
-# Of --env: length of a climb, levels and steps of --schedule together. Of --schedule: Adam's step
-# size and epochs.
-DEFAULTS = {
-    "ResSim-v1": {"total_cost": 25_000.0, "levels": [2, 5], "num_steps": [100, 5]},
-    "ResSim-v2": {"total_cost": 50_000.0, "levels": [1, 4], "num_steps": [140, 5]},
-    "ResSim-v3": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, 15]},
-    "ResSim-v4": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, 15]},
-}
-LEARNING = {"climb": (1e-4, 5), "together": (3e-5, 10)}
-
-
 def make_parser():
     """Return the parser of the command line."""
     style = argparse.ArgumentDefaultsHelpFormatter  # no usage: an error is one line
@@ -120,8 +108,7 @@ def make_parser():
     option("--env", str, "ResSim-v1", text)
     text = "climb: one level at a time; together: all in every iteration; None: climb, if several"
     option("--schedule", str, None, text, choices=("climb", "together"))
-    text = "levels to use, coarse to fine; the built-in simulations have a default"
-    option("--levels", number(int, 1), None, text, nargs="+")
+    option("--levels", number(int, 1), None, "those to use, coarse to fine", nargs="+")
     text = (
         "T^l, steps per actor and iteration, one number or one per level; together: many coarse, "
     )
@@ -141,8 +128,7 @@ def make_parser():
     text = "of partners. noise: the fine state when an episode starts, then the same noise; step "
     text += "(the paper's): fine state and action in each step, smaller differences, but biased"
     option("--coupling", str, "noise", text, choices=("step", "noise"))
-    text = "literal: Algorithm 4, whose signed sum has no lower bound; bounded: partners' rows are "
-    text += "clipped by the signed advantage, the value function fits own rows only"
+    text = "literal: Algorithm 4, unbounded; bounded: clip by signed Â, values fit own rows only"
     option("--correction", str, "bounded", text, choices=("literal", "bounded"))
     defaults = {"num_workers": num_cores(), "eval_every": 10, "num_envs": 50}
     defaults |= {"hidden": [150, 100, 80], "shared_net": True, "init_log_std": -2.9}
@@ -150,12 +136,6 @@ def make_parser():
     defaults |= {"update_epochs": None, "clip_coef": 0.1, "ent_coef": 0.001, "target_kl": 0.05}
     parser.set_defaults(**defaults, vf_coef=1.0, clip_vloss=False)
     return parser
-
-
-def num_cores():
-    """Return the number of cores that this process may use, its share if torchrun started it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def add_common_options(parser):
@@ -273,10 +253,8 @@ def rollout(model, pool, level, T, args, generator):
     level's own episodes that ended."""
     paired, act = level > 0 and args.schedule == "together", fast_act(model)
     by_step = paired and args.coupling == "step"
-    # Member 2l is level index l's own, 2l − 1 its coarse partner.
-    pair = [
-        members(pool.arrays)[m] for m in ([2 * level, 2 * level - 1] if paired else [2 * level])
-    ]
+    which = [2 * level, 2 * level - 1] if paired else [2 * level]  # own, coarse partner
+    pair = [members(pool.arrays)[m] for m in which]
     names, episodes = (*model.stored, *STEP_RESULTS), []
     buffers = [{name: np.empty((T, *a[name].shape), a[name].dtype) for name in names} for a in pair]
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
@@ -299,12 +277,6 @@ def rollout(model, pool, level, T, args, generator):
     levels = args.levels[level], args.levels[max(level - 1, 0)]
     buffers = [gathered(finish(model, *which)) for which in zip(buffers, levels)]
     return buffers, sum(gathered_objects(episodes), [])
-
-
-def ended_episodes(arrays):
-    """Return (return, length) wherever an episode `ended`, of arrays (N,) or (T, N)."""
-    columns = (arrays[name][arrays["ended"]] for name in ("episode_return", "episode_length"))
-    return [*zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def finish(model, buffer, level):
@@ -378,13 +350,12 @@ def losses(model, batch, clip_coef, clip_vloss):
 
 # ------------------------------------------------------------------------------------ update
 class Plan(NamedTuple):
-    """An iteration's level indices, coarse to fine, steps T^l on each, for each but the first the
-    control weight β_l of its partner, and whether values of other levels must be fitted anew."""
+    """What an iteration does."""
 
-    levels: list
-    num_steps: list
-    controls: list
-    refit: bool = False
+    levels: list  # indices, coarse to fine
+    num_steps: list  # T^l on each
+    controls: list  # control weight β_l of the partner, for each but the first
+    refit: bool = False  # whether values of other levels must be fitted anew
 
 
 def signed_weights(num_steps, num_envs, num_minibatches, controls):
@@ -421,9 +392,9 @@ def update(model, optimizer, batch, plan, args, generator):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     weights = signed_weights(num_steps, args.num_envs, args.num_minibatches, plan.controls)
     weights = weights.to(batch["obs"].device)[rank() :: num_ranks()]  # of `own_rows`
-    # Literally, a partner's row is +min(r Ã, clip(r) Ã): its ratio may run away, and with it the
-    # sum to −∞. Bounded, it is −min(−r Ã, −clip(r) Ã), PPO's own bound for an advantage of −Ã, with
-    # the same gradient at π_old; and the value function fits the rows of positive weight.
+    # Literally, a partner's row is +min(r Ã, clip(r) Ã): its ratio may take the sum to −∞. Bounded,
+    # it is −min(−r Ã, −clip(r) Ã), PPO's bound for −Ã, with the same gradient at π_old; and the
+    # value function fits the rows of positive weight.
     bounded = args.correction == "bounded"
     term_weights = (1, weights.clamp(min=0), weights) if bounded else (weights, weights, weights)
     coarsest = args.num_envs * num_steps[0]  # number of the coarsest level's rows
@@ -468,11 +439,6 @@ def normalised(advantages, coarsest):
     is one affine map for all levels, from the coarsest level's many rows."""
     own = advantages[:coarsest]
     return (advantages - own.mean()) / (own.std() + 1e-8)
-
-
-def summary(seen):
-    """Return the mean over an update's minibatches of each quantity, {name: float}."""
-    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
 
 
 class Together:
@@ -525,16 +491,15 @@ class Together:
 class Climb:
     """--schedule climb: one level at a time, the one that pays on the finest level.
 
-    A check plays episodes on the finest level with the policy's mode, always from the same starts;
-    the best parameters by the checks are the run's result. Training goes by windows, each on one
-    level. A window is productive if the best check has risen by more than ERRORS standard errors,
-    of the difference over the episodes. Then the run stays on the level; but when a window on the
-    next level costs no more than a SHARE of the time since one was tried, it is tried, and kept if
-    it gives more per second. After a window that was not productive, before the next level is paid
-    for, the last cheaper level that was productive (else this one, if it was) has a last chance
-    that costs as much; the run stays there if it is productive again, and else goes up. A change of
-    level starts from the best parameters. Time is that of simulation and update by --level-costs,
-    which are measured once: no clock decides."""
+    A check plays episodes on the finest level with the policy's mode, always from the same
+    starts; the best parameters by them are the run's result. A window of training on one level
+    is productive if the best check has risen by more than ERRORS standard errors of the
+    difference. Then the run stays; but when a window on the next level costs no more than a
+    SHARE of the time since it was tried, it is tried, and kept if it gives more per second.
+    After a window that was not productive the last cheaper level that was (else this one, if it
+    was) has a last chance, of what the next level would cost: the run stays there if it is
+    productive again, else goes up. Changes start from the best parameters. Time is by --level-
+    costs, no clock decides."""
 
     ERRORS, SHARE = 1.5, 0.25
     CHECKS = 6  # training between two checks takes at least as long as so many checks
@@ -610,9 +575,8 @@ class Climb:
 
     def go(self, run, level, rate, why, kind="", window=None):
         """Go to a level, from the best parameters, for a window of so many seconds, or as usual."""
-        names, best = self.args.levels, float(self.returns.mean())
-        line = f"level {names[self.level]} → {names[level]}, {why} ({rate:.2g} per second, best "
-        run.say(f"{line}{best:.4f})")
+        names, found = self.args.levels, f"{rate:.2g} per second, best {self.returns.mean():.4f}"
+        run.say(f"level {names[self.level]} → {names[level]}, {why} ({found})")
         self.kind, self.home, self.rate = kind, self.level, rate
         self.level, self.refit = level, True
         run.model.load_state_dict(self.best)
@@ -1006,11 +970,10 @@ def layers(env):
 
 
 class Games:
-    """The actors of one worker, those in `rows` of all N. Each has a game on every level and, on
-    all levels but the coarsest, its partner one level below. An actor's members are ordered own¹,
-    sync², own², sync³, own³, ...: member 2l is the game of level index l, member 2l − 1 its
-    partner. They live in one process, so that map_from moves no state between processes. The shared
-    arrays have a leading axis of members."""
+    """The actors of one worker, those in `rows` of all N, with their `members`: own¹, sync², own²,
+    sync³, own³, ...: 2l is the game of level index l, 2l − 1 its partner, one level below. They
+    live in one process, so that map_from moves no state between processes. The shared arrays have a
+    leading axis of members."""
 
     def __init__(self, args, levels, seeds, rows, arrays, **options):
         self.rows, self.arrays, self.members = slice(rows[0], rows[-1] + 1), members(arrays), []
@@ -1132,6 +1095,12 @@ class Games:
             game.env.close()
 
 
+def ended_episodes(arrays):
+    """Return (return, length) wherever an episode `ended`, of arrays (N,) or (T, N)."""
+    columns = (arrays[name][arrays["ended"]] for name in ("episode_return", "episode_length"))
+    return [*zip(*(column.tolist() for column in columns), strict=True)]
+
+
 def members(arrays):
     """Return the list of the members (see Games), each a dict of arrays of all N actors."""
     return [{name: array[m] for name, array in arrays.items()} for m in range(len(arrays["obs"]))]
@@ -1139,9 +1108,7 @@ def members(arrays):
 
 def measured_costs(args, model):
     """Return the seconds that a step takes on each level (--eval-level too), all workers together,
-    and then all that an iteration does beside simulating. Neither the model nor the run's
-    generators change. What a simulation keeps in this process, workers that are forked later have
-    too."""
+    and then all that an iteration does beside simulating. Neither model nor generators change."""
     levels, overhead = sorted({*args.levels, args.eval_level}), 0.0
     processes = max(1, args.num_workers) * num_ranks()
     if len(levels) == 1:
@@ -1200,6 +1167,12 @@ class GameError(RuntimeError):
 def game_error(what, error):
     """Return the GameError for an exception, while it is handled: a line, and its traceback."""
     return GameError(f"{what}: {one_line(error)}\n{traceback.format_exc()}")
+
+
+def num_cores():
+    """Return the number of cores that this process may use, its share if torchrun started it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 class WorkerPool:
@@ -1333,6 +1306,11 @@ CHARTS = "episodic_return episodic_length eval_return check_return level learnin
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
 TIMES = ("simulation_seconds", "policy_seconds", "update_seconds")
 COLUMNS = [*COUNTERS, *TIMES, "sps", *CHARTS, *LOSSES]  # of progress.csv
+
+
+def summary(seen):
+    """Return the mean over an update's minibatches of each quantity, {name: float}."""
+    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
 
 
 class Run(AbstractContextManager):
@@ -2093,11 +2071,8 @@ def factor_lower(values, rows, cols):
 
 
 def transport(s, p, vx, vy, q, pore, case):
-    """Saturations (n, ny, nx) after `case.substeps` backward Euler steps of `case.dt` days.
-
-    vx, vy are those of `fluxes`, pore [m²] is a cell's pore space (number or array); RuntimeError
-    if Newton does not converge.
-    """
+    """Saturations (n, ny, nx) after `case.substeps` backward Euler steps of `case.dt` days; vx, vy
+    are those of `fluxes`, pore [m²] is a cell's pore space (number or array)."""
     movable, n, size = 1 - case.s_wir - case.s_oir, len(s), s.size
     order, flow, down, up = flow_matrix(p, vx, vy, q)
     storage = np.broadcast_to(pore * movable / case.dt, s.shape).ravel()[order]
@@ -2181,13 +2156,9 @@ class ResSim(gym.Env):
 
     Darcy pressure once per control step, then upwind transport (Dixit & ElSheikh, arXiv 2210.08400,
     section 4). Reward: oil produced / oil in place at first. Terminated after `case.control_steps`.
-
-    case        a `Case` or a name in CASES
-    level       1 = coarsest .. len(case.grids) = finest (default); spaces are the same on all
-    evaluation  draw from the evaluation fields instead of the training fields
-    validation  draw from a third set of fields, those of a climb's checks
-    perm        own fields (K, ny, nx) [m²] on the finest grid, or on this level's; else ValueError
-    """
+    The case is a `Case` or a name in CASES; level 1 is the coarsest, the finest the default. Fields
+    are training's, those of an evaluation, of validation (a climb's checks), or own ones: perm (K,
+    ny, nx) [m²] on the finest grid or on this level's."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 2}
 
@@ -2272,10 +2243,8 @@ class ResSim(gym.Env):
 
     @staticmethod
     def step_batch(envs, actions):
-        """`step` of n simulations of one case and level, bitwise as if stepped alone; no reset.
-
-        actions (n, wells) -> obs (n, n_obs) float32, rewards (n,), terminated (n,), truncated (n,).
-        """
+        """`step` of n simulations of one case and level, bitwise as if stepped alone: actions (n,
+        wells) -> obs (n, n_obs) float32, rewards (n,), terminated (n,), truncated (n,)."""
         case, grid, shape = envs[0].case, envs[0].grid, (len(envs), *envs[0].action_space.shape)
         actions = np.asarray(actions, dtype=np.float64)
         if actions.shape != shape or not np.isfinite(actions).all():
@@ -2320,6 +2289,15 @@ for _name in CASES:
 
 # ------------------------------------------------------------------------------------ command line
 
+# Of --env: length of a climb, levels and steps of --schedule together. Of --schedule: Adam's step
+# size and epochs.
+DEFAULTS = {
+    "ResSim-v1": {"total_cost": 25_000.0, "levels": [2, 5], "num_steps": [100, 5]},
+    "ResSim-v2": {"total_cost": 50_000.0, "levels": [1, 4], "num_steps": [140, 5]},
+    "ResSim-v3": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, 15]},
+    "ResSim-v4": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, 15]},
+}
+LEARNING = {"climb": (1e-4, 5), "together": (3e-5, 10)}
 # What may be another for a run that goes on or is evaluated; what config.json does not keep.
 MAY_CHANGE = "device num_workers total_timesteps num_iterations eval_every eval_episodes save_every"
 MAY_CHANGE = {*MAY_CHANGE.split(), "eval_level", "total_cost"}
@@ -2366,8 +2344,9 @@ def parse_args(argv=None):
     if args.analyse is not None and len(args.levels) < 2:
         parser.error("argument --analyse: compares levels, give two --levels or more")
     for level, T in reversed([*enumerate(args.num_steps)]):
-        rows = "rows of a finer level" if level else "rows"
-        T == "auto" or check_rows(parser, args, args.num_envs * T, rows)
+        if T != "auto":
+            rows = "rows of a finer level" if level else "rows"
+            check_rows(parser, args, args.num_envs * T, rows)
     # All actors' steps, coarse partners' included: N Σ_l (T^l + T̃^{l−1}); of a climb, one level's.
     steps = [T for T in args.num_steps if T != "auto"]
     steps = max(steps) if args.schedule == "climb" else 2 * sum(steps) - steps[0]
@@ -2377,8 +2356,8 @@ def parse_args(argv=None):
         args.num_iterations = max(1, args.total_timesteps // (args.num_envs * steps))
     if not args.num_iterations and not args.total_cost:
         if args.schedule == "climb":
-            args.total_cost = DEFAULTS.get(args.env, {"total_cost": 100.0 * args.num_envs * steps})
-            args.total_cost = args.total_cost["total_cost"]
+            usual = {"total_cost": 100.0 * args.num_envs * steps}
+            args.total_cost = DEFAULTS.get(args.env, usual)["total_cost"]
         else:
             args.num_iterations = 200
     return args
@@ -2389,11 +2368,11 @@ def complete(parser, args):
     defaults = DEFAULTS.get(args.env, {"levels": None, "num_steps": None})
     if args.levels is None:
         together = args.schedule == "together" or args.env not in CASES
-        args.levels = (
-            defaults["levels"] if together else [*range(1, 1 + len(CASES[args.env].grids))]
-        )
-        if together and args.num_steps is None:
-            args.num_steps = defaults["num_steps"]
+        args.levels = defaults["levels"]
+        if together:
+            args.num_steps = args.num_steps or defaults["num_steps"]
+        else:
+            args.levels = [*range(1, 1 + len(CASES[args.env].grids))]
     if args.levels is None or args.levels != sorted(set(args.levels)):
         parser.error(f"argument --levels: name the levels of {args.env} to use, coarse to fine")
     several = len(args.levels) > 1
@@ -2431,8 +2410,7 @@ def complete(parser, args):
 
 
 def parse_with_run(parser, argv):
-    """Parse argv; with --resume, --eval or --analyse that run's options are the defaults, and most
-    stay."""
+    """Parse argv; a run's own options are the defaults, and most stay."""
     args = parser.parse_args(argv)
     option = "--resume" if args.resume else "--eval" if args.eval else "--analyse"
     run_dir, analysed = args.resume or args.eval or args.analyse, args.analyse is not None
