@@ -31,13 +31,12 @@ coarse partner −1/M^l (times control weights β, see `Together`); a minibatch 
 over all rows. With one level the script is `ppo.py`, bit for bit. --correction bounded, the
 default, clips partners' policy terms with their sign and leaves out their value terms: `update`.
 
-Departures from print: Algorithm 3 prints L_a without its minus sign and the entropy term as
-−C_e L_now; Algorithm 4's text prints N T^l ≤ M^l for ≥; Algorithm 5 prints map_from after the fine
-step and assigns ã twice: both members of a pair must start from the same state, so the coarse one
-is mapped before the fine step, and takes the same action a^L.
-From the author's code: each level keeps its own stream of episodes; a partner's values come from
-its own observations; one normaliser of advantages serves all levels, one for each would erase the
-differences that the method adds up.
+Departures from print: Algorithm 3 prints L_a without its minus sign and the entropy term as −C_e
+L_now; Algorithm 4's text prints N T^l ≤ M^l for ≥; Algorithm 5 prints map_from after the fine step
+and assigns ã twice: both members of a pair must start from the same state, so the coarse one is
+mapped before it, and takes the same action a^L. From the author's code: each level keeps its own
+stream of episodes; a partner's values come from its own observations; one normaliser of advantages
+serves all levels, one for each would erase the differences that the method adds up.
 
 A simulation is a function `make(level, evaluation=False, validation=False)` that returns a
 Gymnasium env whose spaces are the policy's (the finest level's) on every level; evaluations and a
@@ -491,15 +490,14 @@ class Together:
 class Climb:
     """--schedule climb: one level at a time, the one that pays on the finest level.
 
-    A check plays episodes on the finest level with the policy's mode, always from the same
-    starts; the best parameters by them are the run's result. A window of training on one level
-    is productive if the best check has risen by more than ERRORS standard errors of the
-    difference. Then the run stays; but when a window on the next level costs no more than a
-    SHARE of the time since it was tried, it is tried, and kept if it gives more per second.
-    After a window that was not productive the last cheaper level that was (else this one, if it
-    was) has a last chance, of what the next level would cost: the run stays there if it is
-    productive again, else goes up. Changes start from the best parameters. Time is by --level-
-    costs, no clock decides."""
+    A check plays episodes on the finest level with the policy's mode, always from the same starts;
+    the best parameters by them are the run's result. A window of training on one level is
+    productive if the best check has risen by more than ERRORS standard errors of the difference.
+    Then the run stays; but when a window on the next level costs no more than a SHARE of the time
+    since it was tried, it is tried, and kept if it gives more per second. After a window that was
+    not productive the last cheaper level that was (else this one, if it was) has a last chance, of
+    what the next level would cost: the run stays there if it is productive again, else goes up.
+    Changes start from the best parameters. Time is by --level- costs, no clock decides."""
 
     ERRORS, SHARE = 1.5, 0.25
     CHECKS = 6  # training between two checks takes at least as long as so many checks
@@ -1696,10 +1694,10 @@ def analyse(args):
     alone = mean_return(played[finest,]["returns"][0]).tolist()
     rows[-1] |= dict(zip(("return", "return_error"), alone))
     names = [name for name in rows[0] if not name.endswith("_error")]
-    widths = [20 if f"{name}_error" in rows[0] else 9 for name in names]
+    widths = [18 if f"{name}_error" in rows[0] else 9 for name in names]
     print("".join(name.rjust(width) for name, width in zip(names, widths)))
     for row in rows:
-        print("".join(shown(row, name).rjust(width) for name, width in zip(names, widths)))
+        print("".join(shown(row, n).rjust(width) for n, width in zip(names, widths)).rstrip())
     for row in rows[:-1]:
         row["verdict"] = verdict(row) if row["against"] == finest else None
         if row["verdict"]:
