@@ -1694,7 +1694,7 @@ def analyse(args):
     alone = mean_return(played[finest,]["returns"][0]).tolist()
     rows[-1] |= dict(zip(("return", "return_error"), alone))
     names = [name for name in rows[0] if not name.endswith("_error")]
-    widths = [18 if f"{name}_error" in rows[0] else 9 for name in names]
+    widths = [20 if f"{name}_error" in rows[0] else 9 for name in names]
     print("".join(name.rjust(width) for name, width in zip(names, widths)))
     for row in rows:
         print("".join(shown(row, n).rjust(width) for n, width in zip(names, widths)).rstrip())
