@@ -7,18 +7,17 @@
     tensorboard --logdir runs
 
 This is `ppo.py` with a simulation on L levels, coarse to fine, and two ways to use them. A *climb*
-(the default) trains on one level at a time. Now and then it plays the policy on the finest level,
-and so finds out where a second of simulation teaches most; it goes to finer levels when coarser
-ones teach nothing more that holds there, see `Climb`. *Together* is the paper's schedule,
-multilevel Monte Carlo: per iteration N actors take many steps T^1 on the coarsest level and few,
-T^L, on the finest. On each level l > 1 a partner simulation on level l−1 follows the fine one, so
-that few samples tell their difference; the sum of the coarsest level's loss and these differences
-telescopes to the finest level's loss. A climb pays where coarse levels teach something by
-themselves, together needs levels that move alike; --analyse tells before any training.
+(the default) trains on one level at a time; checks on the finest level tell where a second of
+simulation teaches most, see `Climb`. *Together* is the paper's schedule, multilevel Monte Carlo:
+per iteration N actors take many steps T^1 on the coarsest level and few, T^L, on the finest. On
+each level l > 1 a partner simulation on level l−1 follows the fine one, so that few samples tell
+their difference; the sum of the coarsest level's loss and these differences telescopes to the
+finest level's loss. A climb pays where coarse levels teach something by themselves, together needs
+levels that move alike; --analyse tells before any training.
 
-Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400) as its author printed it
-in "Implementation of multilevel PPO in Stable Baselines 3" (2023), by the numbers of its
-algorithms; "PPO" is arXiv 1707.06347 and "GAE" is arXiv 1506.02438, see `ppo.py`.
+Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), algorithms as in its
+author's "Implementation of multilevel PPO in Stable Baselines 3" (2023); "PPO" is arXiv 1707.06347
+and "GAE" is arXiv 1506.02438, see `ppo.py`.
 
     δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                             PPO, Eq. (12)
     Â_t = δ_t + γλ (1 − done_t) Â_{t+1},   R_t = Â_t + V(s_t)           PPO, Eq. (11); GAE, Eq. (16)
@@ -28,31 +27,29 @@ algorithms; "PPO" is arXiv 1707.06347 and "GAE" is arXiv 1506.02438, see `ppo.py
     loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}],  ℓ̃^0 = 0                                      ML, Algorithm 4
 
 The loss is a signed, weighted sum: a row of a level's own simulation weighs +1/M^l, a row of its
-coarse partner −1/M^l (times control weights β, see `Together`). So a minibatch is one forward pass
-over all rows, and with one level the script is `ppo.py`, bit for bit. The default, --correction
-bounded, clips partners' policy terms with their sign and leaves out their value terms, see
-`update`.
+coarse partner −1/M^l (times control weights β, see `Together`); a minibatch is one forward pass
+over all rows. With one level the script is `ppo.py`, bit for bit. --correction bounded, the
+default, clips partners' policy terms with their sign and leaves out their value terms: `update`.
 
-Departures from print: Algorithm 3 prints L_a without its minus sign and the entropy term as
-−C_e L_now; Algorithm 4's text prints N T^l ≤ M^l for ≥; Algorithm 5 prints map_from after the fine
-step and assigns ã twice: both members of a pair must start from the same state, so the coarse one
-is mapped before the fine step, and takes the same action a^L.
-Departures from the author's code: each level keeps its own stream of episodes; a partner's values
-come from its own observations; one normaliser of advantages serves all levels, since one for each
-level would erase the differences that the method adds up.
+Departures from print: Algorithm 3 prints L_a without its minus sign and the entropy term as −C_e
+L_now; Algorithm 4's text prints N T^l ≤ M^l for ≥; Algorithm 5 prints map_from after the fine step
+and assigns ã twice: both members of a pair must start from the same state, so the coarse one is
+mapped before it, and takes the same action a^L. From the author's code: each level keeps its own
+stream of episodes; a partner's values come from its own observations; one normaliser of advantages
+serves all levels, one for each would erase the differences that the method adds up.
 
 A simulation is a function `make(level, evaluation=False, validation=False)` that returns a
 Gymnasium env whose spaces are the policy's (the finest level's) on every level; evaluations and a
 climb's checks may get starts of their own, or leave these two arguments out. The env owns `psi()`,
 its state → the policy's observation; `phi(action)`, which `step` applies to the policy's action;
-`map_from(other)`, which takes over the state of the same simulation on another level; if it can
-step several at once, a static method `step_batch(envs, actions)` → (obs, rewards, terminated,
-truncated) too. Rewards must mean the same on all levels: a mean over the cells does, a sum not.
+`map_from(other)`, which takes over the state of the same simulation on another level; and maybe a
+static method `step_batch(envs, actions)` → (obs, rewards, terminated, truncated) of several envs.
+Rewards must mean the same on all levels: a mean over the cells does, a sum not.
 
 r_t is the reward, r_t(θ) the probability ratio. Shapes: L levels, T^l steps, N actors, B
 minibatches of M^l rows, D observation entries, A action entries. A tilde in the paper is `sync`
-here. Everything stored at index t belongs to the action taken at t: `terminated[t]` and
-`truncated[t]` say how that action ended the episode, if it did.
+here. What is stored at t belongs to the action taken at t: `terminated[t]` and `truncated[t]` say
+how it ended the episode.
 """
 
 import argparse
@@ -94,18 +91,8 @@ from scipy import sparse
 from scipy.sparse.linalg import splu
 from torch import nn
 
+
 # ------------------------------------------------------------------------------------ options
-# Of --env: length of a climb, levels and steps of --schedule together. Of --schedule: Adam's step
-# size and epochs.
-DEFAULTS = {
-    "ResSim-v1": {"total_cost": 25_000.0, "levels": [2, 5], "num_steps": [100, 5]},
-    "ResSim-v2": {"total_cost": 50_000.0, "levels": [1, 4], "num_steps": [140, 5]},
-    "ResSim-v3": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, 15]},
-    "ResSim-v4": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, 15]},
-}
-LEARNING = {"climb": (1e-4, 5), "together": (3e-5, 10)}
-
-
 def make_parser():
     """Return the parser of the command line."""
     style = argparse.ArgumentDefaultsHelpFormatter  # no usage: an error is one line
@@ -115,40 +102,32 @@ def make_parser():
     add_common_options(parser)
     add_network_options(parser)
     option = functools.partial(add_option, parser.add_argument_group("ppo_multilevel.py"))
+    positive = number(float, 1e-300)
     text = f"{', '.join(CASES)}, path/to/file.py:make or package.module:make"
     option("--env", str, "ResSim-v1", text)
-    text = (
-        "climb: one level at a time, the one that gains most per second on the finest; together: "
-    )
-    text += "all in every iteration (the paper's). None: climb if there is more than one level"
+    text = "climb: one level at a time; together: all in every iteration; None: climb, if several"
     option("--schedule", str, None, text, choices=("climb", "together"))
-    text = "levels to use, coarse to fine; the built-in simulations have a default"
-    option("--levels", number(int, 1), None, text, nargs="+")
-    text = "T^l, steps per actor and iteration, one number or one per level; together: many coarse "
-    text += "and few fine ones, or 'T auto': T on the coarsest, the rest as costs and variances say"
+    option("--levels", number(int, 1), None, "those to use, coarse to fine", nargs="+")
+    text = (
+        "T^l, steps per actor and iteration, one number or one per level; together: many coarse, "
+    )
+    text += "few fine ones, or 'T auto': T on the coarsest, the rest as costs and variances say"
     option("--num-steps", or_auto(number(int, 1)), None, text, nargs="+")
     text = "β, weight of the correction by coarse partners; 1: Algorithm 4; auto: is measured"
     option("--control", or_auto(number(float, 0, 1)), "auto", text)
     text = "length of the run in steps of the finest level, a coarser step counts less by its cost"
-    option("--total-cost", number(float, 1e-300), None, text)
-    text = "seconds that a step takes on each level, all workers together, and then all that an "
-    text += "iteration does beside simulating; None: measured at the start"
-    option("--level-costs", number(float, 1e-300), None, text, nargs="+")
+    option("--total-cost", positive, None, text)
+    text = "seconds of a step on each level, all workers together, and of an update; None: measured"
+    option("--level-costs", positive, None, text, nargs="+")
     text = "episodes of a check, which tells a climb what the policy is worth on the finest level"
     option("--check-episodes", number(int, 2, 100_000), 16, text)
     text = "no training: print which levels pay, by this run's policy or else by the initial one"
     option("--analyse", str, None, text, nargs="?", const="", metavar="RUN_DIR")
     option("--eval-level", number(int, 1), None, "level of evaluations, if not the last")
-    text = (
-        "of partners. noise: it takes over the fine state when an episode starts, then acts itself "
-    )
-    text += (
-        "with the same noise; step (the paper's): it takes over the fine state before each step, "
-    )
-    text += "then the fine action: smaller differences, but biased"
+    text = "of partners. noise: the fine state when an episode starts, then the same noise; step "
+    text += "(the paper's): fine state and action in each step, smaller differences, but biased"
     option("--coupling", str, "noise", text, choices=("step", "noise"))
-    text = "literal: Algorithm 4, whose signed sum has no lower bound; bounded: partners' rows are "
-    text += "clipped by the signed advantage, the value function fits own rows only"
+    text = "literal: Algorithm 4, unbounded; bounded: clip by signed Â, values fit own rows only"
     option("--correction", str, "bounded", text, choices=("literal", "bounded"))
     defaults = {"num_workers": num_cores(), "eval_every": 10, "num_envs": 50}
     defaults |= {"hidden": [150, 100, 80], "shared_net": True, "init_log_std": -2.9}
@@ -156,12 +135,6 @@ def make_parser():
     defaults |= {"update_epochs": None, "clip_coef": 0.1, "ent_coef": 0.001, "target_kl": 0.05}
     parser.set_defaults(**defaults, vf_coef=1.0, clip_vloss=False)
     return parser
-
-
-def num_cores():
-    """Return the number of cores that this process may use, its share if torchrun started it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def add_common_options(parser):
@@ -280,10 +253,8 @@ def rollout(model, pool, level, T, args, generator):
     level's own episodes that ended."""
     paired, act = level > 0 and args.schedule == "together", fast_act(model)
     by_step = paired and args.coupling == "step"
-    # Member 2l is level index l's own, 2l − 1 its coarse partner.
-    pair = [
-        members(pool.arrays)[m] for m in ([2 * level, 2 * level - 1] if paired else [2 * level])
-    ]
+    which = [2 * level, 2 * level - 1] if paired else [2 * level]  # own, coarse partner
+    pair = [members(pool.arrays)[m] for m in which]
     names, episodes = (*model.stored, *STEP_RESULTS), []
     buffers = [{name: np.empty((T, *a[name].shape), a[name].dtype) for name in names} for a in pair]
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
@@ -306,12 +277,6 @@ def rollout(model, pool, level, T, args, generator):
     levels = args.levels[level], args.levels[max(level - 1, 0)]
     buffers = [gathered(finish(model, *which)) for which in zip(buffers, levels)]
     return buffers, sum(gathered_objects(episodes), [])
-
-
-def ended_episodes(arrays):
-    """Return (return, length) wherever an episode `ended`, of arrays (N,) or (T, N)."""
-    columns = (arrays[name][arrays["ended"]] for name in ("episode_return", "episode_length"))
-    return [*zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def finish(model, buffer, level):
@@ -385,13 +350,12 @@ def losses(model, batch, clip_coef, clip_vloss):
 
 # ------------------------------------------------------------------------------------ update
 class Plan(NamedTuple):
-    """An iteration's level indices, coarse to fine, steps T^l on each, for each but the first the
-    control weight β_l of its partner, and whether values of other levels must be fitted anew."""
+    """What an iteration does."""
 
-    levels: list
-    num_steps: list
-    controls: list
-    refit: bool = False
+    levels: list  # indices, coarse to fine
+    num_steps: list  # T^l on each
+    controls: list  # control weight β_l of the partner, for each but the first
+    refit: bool = False  # whether values of other levels must be fitted anew
 
 
 def signed_weights(num_steps, num_envs, num_minibatches, controls):
@@ -428,9 +392,9 @@ def update(model, optimizer, batch, plan, args, generator):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     weights = signed_weights(num_steps, args.num_envs, args.num_minibatches, plan.controls)
     weights = weights.to(batch["obs"].device)[rank() :: num_ranks()]  # of `own_rows`
-    # Literally, a partner's row is +min(r Ã, clip(r) Ã): its ratio may run away, and with it the
-    # sum to −∞. Bounded, it is −min(−r Ã, −clip(r) Ã), PPO's own bound for an advantage of −Ã, with
-    # the same gradient at π_old; and the value function fits the rows of positive weight.
+    # Literally, a partner's row is +min(r Ã, clip(r) Ã): its ratio may take the sum to −∞. Bounded,
+    # it is −min(−r Ã, −clip(r) Ã), PPO's bound for −Ã, with the same gradient at π_old; and the
+    # value function fits the rows of positive weight.
     bounded = args.correction == "bounded"
     term_weights = (1, weights.clamp(min=0), weights) if bounded else (weights, weights, weights)
     coarsest = args.num_envs * num_steps[0]  # number of the coarsest level's rows
@@ -477,11 +441,6 @@ def normalised(advantages, coarsest):
     return (advantages - own.mean()) / (own.std() + 1e-8)
 
 
-def summary(seen):
-    """Return the mean over an update's minibatches of each quantity, {name: float}."""
-    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
-
-
 class Together:
     """--schedule together, the paper's: all levels in every iteration.
 
@@ -492,9 +451,9 @@ class Together:
     best = None  # the run's result is its last parameters
 
     def __init__(self, args):
-        self.args, more = args, len(args.levels) - 1
+        self.args, self.measured, more = args, False, len(args.levels) - 1
         # Of each level's advantages: Var(Â), Cov(Â, Ã), Var(Ã), means over the iterations so far.
-        self.moments, self.measured = torch.tensor([[1.0, 0, 0], *[[1.0, 0.9, 1.0]] * more]), False
+        self.moments = torch.tensor([[1.0, 0, 0], *[[1.0, 0.9, 1.0]] * more])
         self.controls = [1.0 if args.control == "auto" else args.control] * more
 
     def plan(self):
@@ -533,36 +492,26 @@ class Climb:
     """--schedule climb: one level at a time, the one that pays on the finest level.
 
     A check plays episodes on the finest level with the policy's mode, always from the same starts;
-    the best parameters by the checks are the run's result. Training goes by windows, each on one
-    level. A window is productive if the best check has risen by more than ERRORS standard errors,
-    of the difference over the episodes. Then the run stays on the level; but when a window on the
-    next level costs no more than a SHARE of the time since one was tried, it is tried, and kept if
-    it gives more per second. After a window that was not productive, before the next level is paid
-    for, the last cheaper level that was productive (else this one, if it was) has a last chance
-    that costs as much; the run stays there if it is productive again, and else goes up. A change of
-    level starts from the best parameters. Time is that of simulation and update by --level-costs,
-    which are measured once: no clock decides."""
+    the best parameters by them are the run's result. A window of training on one level is
+    productive if the best check has risen by more than ERRORS standard errors of the difference.
+    Then the run stays; but when a window on the next level costs no more than a SHARE of the time
+    since it was tried, it is tried, and kept if it gives more per second. After a window that was
+    not productive the last cheaper level that was (else this one, if it was) has a last chance, of
+    what the next level would cost: the run stays there if it is productive again, else goes up.
+    Changes start from the best parameters. Time is by --level- costs, no clock decides."""
 
     ERRORS, SHARE = 1.5, 0.25
     CHECKS = 6  # training between two checks takes at least as long as so many checks
-    ITERATIONS, PART = (
-        5,
-        0.2,
-    )  # a window is at least so many iterations, and part of the time so far
+    ITERATIONS, PART = 5, 0.2  # a window's least length: iterations, part of the time so far
 
     def __init__(self, args):
         self.args, self.level, self.refit = args, 0, True
-        self.best = self.returns = None  # parameters and Adam's state; their check's returns (E,)
-        self.time = self.spent = self.unchecked = (
-            0.0  # seconds in all, in the window, since a check
-        )
-        self.window, self.before, self.tried = (
-            0.0,
-            None,
-            0.0,
-        )  # its length; returns; time of a trial
+        self.best = self.adam = self.returns = None  # by the best check, whose returns are (E,)
+        self.time = self.unchecked = 0.0  # seconds in all, since the last check
+        self.window = self.spent = 0.0  # a window's length, and what is over of it
+        self.kind, self.before = "", None  # "trial", "chance" or ""; best returns when it began
+        self.home, self.rate, self.tried = 0, 0.0, 0.0  # level and rate before it; the last trial
         self.paid = [False] * len(args.levels)  # which levels have been productive
-        self.kind, self.home, self.rate = "", 0, 0.0  # "trial" or "chance"; level, rate before it
 
     def plan(self):
         """Return what the next iteration does."""
@@ -594,9 +543,8 @@ class Climb:
         self.check_seconds = cost * self.args.level_costs[-2]
         self.time, self.unchecked = self.time + self.check_seconds, 0.0
         if self.best is None or returns.mean() > self.returns.mean():
-            self.best, self.adam = copy.deepcopy(
-                (run.model.state_dict(), run.optimizer.state_dict())
-            )
+            self.best = copy.deepcopy(run.model.state_dict())
+            self.adam = copy.deepcopy(run.optimizer.state_dict())
             self.returns = returns
         return float(returns.mean())
 
@@ -604,43 +552,45 @@ class Climb:
         """Stay on the level or go to another one, by what the window has gained."""
         level, last, rate = self.level, len(self.args.levels) - 1, gain / self.spent
         productive, above = gain > self.ERRORS * error, min(level + 1, last)
-        (kind, home, other), self.kind = (self.kind, self.home, self.rate), ""
-        self.paid[level] = kind != "chance" and (productive or self.paid[level])
-        chances = [i for i in range(level) if self.paid[i]]
-        if not chances and self.paid[level] and level < last:
-            chances = [level]
-        cost = max(self.ITERATIONS * self.seconds(above), self.PART * self.time)
+        self.paid[level] = self.kind != "chance" and (productive or self.paid[level])
+        chances = [i for i in range(above) if self.paid[i]]
+        cheaper = [i for i in chances if i < level] or chances  # this level has one if no other has
+        cost = self.usual(above)
         due = cost <= self.SHARE * (self.time - self.tried)
-        if kind == "trial" and rate <= other:
-            self.go(run, home, rate, "back: less than there")
-        elif kind == "chance" and not productive:
-            self.go(run, min(home + 1, last), rate, "up: the last chance was missed")
-        elif productive and not kind and level < last and due:
-            self.kind, self.home, self.rate, self.tried = "trial", level, rate, self.time + cost
-            self.go(run, above, rate, "a trial", cost)
-        elif not productive and chances:
-            self.kind, self.home, self.rate = "chance", level, rate
-            self.go(run, chances[-1], rate, "a last chance: no more than noise", cost)
+        if self.kind == "trial" and rate <= self.rate:
+            self.go(run, self.home, rate, "back: less than there")
+        elif self.kind == "chance" and not productive:
+            self.go(run, min(self.home + 1, last), rate, "up: the last chance was missed")
+        elif productive and not self.kind and level < last and due:
+            self.tried = self.time + cost
+            self.go(run, above, rate, "a trial", "trial", cost)
+        elif not productive and cheaper:
+            self.go(run, cheaper[-1], rate, "a last chance: no more than noise", "chance", cost)
         elif not productive and level < last:
             self.go(run, above, rate, "up: no more than noise")
         else:
+            self.kind = ""
             self.start()
 
-    def go(self, run, level, rate, why, window=0.0):
+    def go(self, run, level, rate, why, kind="", window=None):
         """Go to a level, from the best parameters, for a window of so many seconds, or as usual."""
-        names, best = self.args.levels, float(self.returns.mean())
-        line = f"level {names[self.level]} → {names[level]}, {why} ({rate:.2g} per second, best "
-        run.say(f"{line}{best:.4f})")
+        names, found = self.args.levels, f"{rate:.2g} per second, best {self.returns.mean():.4f}"
+        run.say(f"level {names[self.level]} → {names[level]}, {why} ({found})")
+        self.kind, self.home, self.rate = kind, self.level, rate
         self.level, self.refit = level, True
         run.model.load_state_dict(self.best)
         run.optimizer.load_state_dict(self.adam)
         run.recent.clear()
         self.start(window)
 
-    def start(self, window=0.0):
+    def start(self, window=None):
         """Start a window on the level."""
-        least = max(self.ITERATIONS * self.seconds(self.level), self.PART * self.time)
-        self.window, self.spent, self.before = window or least, 0.0, self.returns
+        self.window, self.spent = window or self.usual(self.level), 0.0
+        self.before = self.returns
+
+    def usual(self, level):
+        """Return how long a window on a level is."""
+        return max(self.ITERATIONS * self.seconds(level), self.PART * self.time)
 
     def seconds(self, level):
         """Return what an iteration on a level index takes."""
@@ -958,8 +908,8 @@ class Game:
 
     def __init__(self, args, level, n, seed, arrays, **options):
         self.name, self.n, self.seed, self.arrays = f"{args.env} level {level}", n, seed, arrays
-        self.random = np.random.default_rng(seed)  # of the seeds that a pair has in common
         self.env, self.compared = make_env(args.env, level, **options), set()
+        self.random = np.random.default_rng(seed)  # of the seeds that a pair has in common
 
     def reset(self, seed=None):
         """Start an episode, of the game's current random stream or of a new seed."""
@@ -1019,11 +969,10 @@ def layers(env):
 
 
 class Games:
-    """The actors of one worker, those in `rows` of all N. Each has a game on every level and, on
-    all levels but the coarsest, its partner one level below. An actor's members are ordered own¹,
-    sync², own², sync³, own³, ...: member 2l is the game of level index l, member 2l − 1 its
-    partner. They live in one process, so that map_from moves no state between processes. The shared
-    arrays have a leading axis of members."""
+    """The actors of one worker, those in `rows` of all N, with their `members`: own¹, sync², own²,
+    sync³, own³, ...: 2l is the game of level index l, 2l − 1 its partner, one level below. They
+    live in one process, so that map_from moves no state between processes. The shared arrays have a
+    leading axis of members."""
 
     def __init__(self, args, levels, seeds, rows, arrays, **options):
         self.rows, self.arrays, self.members = slice(rows[0], rows[-1] + 1), members(arrays), []
@@ -1047,9 +996,9 @@ class Games:
             what = f"{game.name} (seed {game.seed}) failed in {doing}"
             raise game_error(what, error) from None
 
-    def start(self, states=None):
-        """Start all games from their seeds, each partner where its fine game starts; actors that
-        have one of the N `states` go on from it."""
+    def start(self, states=None, shift=0):
+        """Start all games from their seeds, shifted first, each partner where its fine game starts;
+        actors that have one of the N `states` go on from it."""
         starting = []
         for i, actor in enumerate(self.actors):
             try:
@@ -1061,7 +1010,8 @@ class Games:
                     report(f"{actor[0].name} starts a new episode: {one_line(error)}")
         for i in starting:
             for game in self.actors[i]:
-                self.busy = game, "reset"
+                self.busy, game.seed = (game, "reset"), game.seed + shift
+                game.random = np.random.default_rng(game.seed)
                 game.reset(game.seed)
         for level in range(1, len(self.members) // 2 + 1):
             self.start_partners(level, starting)
@@ -1070,12 +1020,6 @@ class Games:
         """Return what `start` needs to go on with these actors, None for one that cannot tell."""
         states = [[game.get_state() for game in actor] for actor in self.actors]
         return [None if None in actor else actor for actor in states]
-
-    def reseed(self, seeds):
-        """Have `start` begin other episodes, those of seeds (members, N)."""
-        for games, row in zip(self.members, seeds):
-            for game in games:
-                game.seed, game.random = int(row[game.n]), np.random.default_rng(row[game.n])
 
     def start_partners(self, level, actors):
         """Start an episode of these actors' partners at the start of the fine game's episode."""
@@ -1150,6 +1094,12 @@ class Games:
             game.env.close()
 
 
+def ended_episodes(arrays):
+    """Return (return, length) wherever an episode `ended`, of arrays (N,) or (T, N)."""
+    columns = (arrays[name][arrays["ended"]] for name in ("episode_return", "episode_length"))
+    return [*zip(*(column.tolist() for column in columns), strict=True)]
+
+
 def members(arrays):
     """Return the list of the members (see Games), each a dict of arrays of all N actors."""
     return [{name: array[m] for name, array in arrays.items()} for m in range(len(arrays["obs"]))]
@@ -1157,9 +1107,7 @@ def members(arrays):
 
 def measured_costs(args, model):
     """Return the seconds that a step takes on each level (--eval-level too), all workers together,
-    and then all that an iteration does beside simulating. Neither the model nor the run's
-    generators change. What a simulation keeps in this process, workers that are forked later have
-    too."""
+    and then all that an iteration does beside simulating. Neither model nor generators change."""
     levels, overhead = sorted({*args.levels, args.eval_level}), 0.0
     processes = max(1, args.num_workers) * num_ranks()
     if len(levels) == 1:
@@ -1218,6 +1166,12 @@ class GameError(RuntimeError):
 def game_error(what, error):
     """Return the GameError for an exception, while it is handled: a line, and its traceback."""
     return GameError(f"{what}: {one_line(error)}\n{traceback.format_exc()}")
+
+
+def num_cores():
+    """Return the number of cores that this process may use, its share if torchrun started it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 class WorkerPool:
@@ -1351,6 +1305,11 @@ CHARTS = "episodic_return episodic_length eval_return check_return level learnin
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
 TIMES = ("simulation_seconds", "policy_seconds", "update_seconds")
 COLUMNS = [*COUNTERS, *TIMES, "sps", *CHARTS, *LOSSES]  # of progress.csv
+
+
+def summary(seen):
+    """Return the mean over an update's minibatches of each quantity, {name: float}."""
+    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
 
 
 class Run(AbstractContextManager):
@@ -1527,10 +1486,7 @@ class Run(AbstractContextManager):
         if rank() == 0:
             self.events.flush()  # a checkpoint must not be ahead of TensorBoard's file
             rule = {name: value for name, value in vars(self.rule).items() if name != "args"}
-            state = {
-                "model": self.rule.best or self.model.state_dict(),
-                "rule": rule,
-            }
+            state = {"model": self.rule.best or self.model.state_dict(), "rule": rule}
             state |= {"current": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
             state |= {"generator": self.generator.get_state(), "counters": self.counters}
             history = json.loads(json.dumps(self.history, default=float))  # plain numbers
@@ -1727,23 +1683,25 @@ def analyse(args):
         model.load_state_dict(load_checkpoint(args.analyse)["model"])
     *coarser, finest = args.levels
     costs = dict(zip(args.levels, args.level_costs or measured_costs(args, model)))
-    began = time.perf_counter()
     pairs = sorted({*zip(coarser, args.levels[1:]), *((level, finest) for level in coarser)})
-    plays = [*((level,) for level in args.levels), *pairs]
-    played = {plays[0]: play(model, plays[0], args, generator)}  # tells how long an episode is
-    steps, each = played[plays[0]]["steps"], f"{ROUNDS * args.num_envs} episodes"
-    policy = max(0, time.perf_counter() - began - steps * costs[args.levels[0]])
-    seconds = sum(steps * costs[level] + policy for levels in plays for level in levels)
-    print(f"{each} of every level and pair: about {seconds:.0f} s", flush=True)
-    played |= {levels: play(model, levels, args, generator) for levels in plays[1:]}
+    plays, played, began = [*((level,) for level in args.levels), *pairs], {}, time.perf_counter()
+    for levels in plays:
+        played[levels] = play(model, levels, args, generator)
+        if len(played) == 1:  # the first one tells how long an episode is
+            steps = played[levels]["steps"]
+            policy = max(0, time.perf_counter() - began - steps * costs[levels[0]])
+            seconds = sum(steps * costs[level] + policy for level in itertools.chain(*plays))
+            each = f"{ROUNDS * args.num_envs} episodes of every level and pair"
+            print(f"{each}: about {seconds:.0f} s", flush=True)
     rows = [compare(costs, played, *pair) for pair in pairs]
     rows.append({"level": finest, "step_ms": 1e3 * costs[finest]})
-    rows[-1]["return"], rows[-1]["return_error"] = mean_error(played[finest,]["returns"][0])
+    alone = mean_return(played[finest,]["returns"][0]).tolist()
+    rows[-1] |= dict(zip(("return", "return_error"), alone))
     names = [name for name in rows[0] if not name.endswith("_error")]
-    table = [names, *([shown(row, name) for name in names] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for line in table:
-        print("  ".join(text.rjust(width) for text, width in zip(line, widths)))
+    widths = [20 if f"{name}_error" in rows[0] else 9 for name in names]
+    print("".join(name.rjust(width) for name, width in zip(names, widths)))
+    for row in rows:
+        print("".join(shown(row, n).rjust(width) for n, width in zip(names, widths)).rstrip())
     for row in rows[:-1]:
         row["verdict"] = verdict(row) if row["against"] == finest else None
         if row["verdict"]:
@@ -1764,56 +1722,57 @@ def compare(costs, played, coarse, fine):
     """Return the row of a pair of levels, after `mlmc_test` of Giles (2015, Acta Numerica 24):
 
     step_ms, return  of the coarse level: cost of a step, mean return of episodes alone
-    difference       mean return of the fine member less the coarse one's: the bias that training
-                     on the coarse level alone cannot see
+    difference       mean return of the fine member less the coarse one's: the coarse level's bias
     rho_return       correlation of a pair's returns within a start, over the policy's noise: how
                      far the levels agree on what is good to do
     rho_adv          correlation of a pair's advantages Â, row by row
     var_ratio        Var(Â_f − Ã_c) / Var(Â_f)
-    kurtosis         of the difference; above 100: too few samples to believe it
-    check            |a − b + c| / 3 (σ_a + σ_b + σ_c), a and b the mean returns of the coarse and
-                     the fine level alone, c the difference, σ standard errors; above 1 the coupling
-                     has the wrong law: a pair's members do not play as their levels do alone
     saving, ratio    of a sum of both levels against the fine one, see `saving`, by the smaller of
                      both rho: at first what the value function has not learned puts rho_adv up
+    kurtosis         of the difference; above 100: too few samples to believe it
+    check            |a − b + c| / 3 (σ_a + σ_b + σ_c), a and b the mean returns of the coarse and
+                     the fine level alone, c the difference, σ standard errors; above 1 the pair's
+                     members do not play as their levels do alone
 
     Errors are half widths of 95 % intervals, by the spread over starts."""
-    pair, alone = played[coarse, fine], [played[level,]["returns"][0] for level in (coarse, fine)]
-    difference = pair["returns"][0] - pair["returns"][1]  # (S, R)
-    (a, e_a), (b, e_b), (c, e_c) = map(mean_error, (*alone, difference))
-    within = squares(pair["returns"] - pair["returns"].mean(axis=2, keepdims=True), axis=2)
-    of_returns, of_advantages = (
-        jackknife(sums, costs[fine], costs[coarse]) for sums in (within, pair["squares"])
-    )
-    _, _, saved, (ratio, _) = min(of_returns, of_advantages, key=lambda result: result[0])
-    numbers = {"return": (a, e_a), "difference": (c, e_c), "rho_return": of_returns[0]}
-    numbers |= {"rho_adv": of_advantages[0], "var_ratio": of_advantages[1], "saving": saved}
-    row = {"level": coarse, "against": fine, "step_ms": 1e3 * costs[coarse]}
-    for name, both in numbers.items():
-        row[name], row[f"{name}_error"] = both
-    rounding, variance = 1e-6 * (abs(a) + abs(b)) + 1e-99, difference.var() + 1e-99
-    row |= {"ratio": ratio, "kurtosis": ((difference - c) ** 4).mean().item() / variance**2}
-    return row | {"check": abs(a - b + c) / (3 * (e_a + e_b + e_c) / 1.96 + rounding)}
 
-
-def squares(x, axis):
-    """Return f², c², fc, summed over an axis, (3, ...), of x = (f, c), or (f,), where not NaN."""
-    f, c = x[0] + 0 * x[-1], x[-1] + 0 * x[0]
-    return np.nansum([f * f, c * c, f * c], axis=axis)
-
-
-def jackknife(sums, c_f, c_c):
-    """Return (number, error) of rho, var_ratio, saving and ratio from the sums of `squares` of S
-    starts, (3, S): the error from what leaving out one start after the other changes."""
-
-    def numbers(ff, cc, fc):
+    def numbers(sums):  # of f², c², fc of S starts, (3, S)
+        ff, cc, fc = sums.sum(axis=1)
         rho = np.clip(fc / np.sqrt(ff * cc), -1, 1)
-        return np.stack([rho, (ff + cc - 2 * fc) / ff, *saving(rho, c_f, c_c)])
+        return np.array([rho, (ff + cc - 2 * fc) / ff, *saving(rho, costs[fine], costs[coarse])])
 
+    alone = [mean_return(played[level,]["returns"][0]) for level in (coarse, fine)]
+    returns = played[coarse, fine]["returns"]  # (2, S, R)
+    f, c = returns - returns.mean(axis=2, keepdims=True)
+    by_returns = jackknife(numbers, np.stack([f * f, c * c, f * c]).sum(axis=2))  # (2, 4)
+    by_rows = jackknife(numbers, played[coarse, fine]["products"])
+    smaller = by_rows if by_rows[0, 0] < by_returns[0, 0] else by_returns
+    difference = returns[0] - returns[1]
+    found = {"return": alone[0], "difference": mean_return(difference)}
+    found |= {"rho_return": by_returns[:, 0], "rho_adv": by_rows[:, 0]}
+    found |= {"var_ratio": by_rows[:, 1], "saving": smaller[:, 2]}
+    row = {"level": coarse, "against": fine, "step_ms": 1e3 * costs[coarse]}
+    for name, number in found.items():
+        row[name], row[f"{name}_error"] = number.tolist()
+    (a, b, c), errors = np.transpose([*alone, found["difference"]])
+    unlike = abs(a - b + c) / (3 / 1.96 * errors.sum() + 1e-6 * (abs(a) + abs(b)) + 1e-99)
+    kurtosis = ((difference - c) ** 4).mean() / (difference.var() + 1e-99) ** 2
+    return row | {"ratio": smaller[0, 3], "kurtosis": float(kurtosis), "check": float(unlike)}
+
+
+def jackknife(number, samples):
+    """Return `number` of samples (..., S), one per start, and the half width of its 95 % interval,
+    from what leaving out one start after the other changes: (2, ...)."""
+    S = samples.shape[-1]
     with np.errstate(all="ignore"):  # 0 / 0 where nothing varies, ∞ where rho is 1
-        total, S = sums.sum(axis=1, keepdims=True), sums.shape[1]
-        errors = 1.96 * ((S - 1) * numbers(*(total - sums)).var(axis=1)) ** 0.5
-        return [*zip(numbers(*total)[:, 0].tolist(), errors.tolist())]
+        without = [number(np.delete(samples, i, axis=-1)) for i in range(S)]
+        errors = 1.96 * ((S - 1) * np.var(without, axis=0)) ** 0.5
+        return np.array([number(samples), errors])
+
+
+def mean_return(returns):
+    """Return the mean of returns (S, R) and its error: R episodes from one start are alike."""
+    return jackknife(np.mean, returns.mean(axis=1))
 
 
 def saving(rho, c_f, c_c):
@@ -1825,23 +1784,15 @@ def saving(rho, c_f, c_c):
     return c_f / (np.sqrt((c_f + c_c) * (1 - rho**2)) + rho * np.sqrt(c_c)) ** 2, ratio
 
 
-def mean_error(returns):
-    """Return the mean of returns (S, R) and its error: R episodes from one start are alike."""
-    starts = returns.mean(axis=1)
-    return starts.mean().item(), 1.96 * starts.std(ddof=1).item() / len(starts) ** 0.5
-
-
 def verdict(row):
-    """Return what to do with a level, by its pair with the finest: train on it alone if rho_return
-    is surely above ENOUGH, sum levels if the saving is above WORTH, climb from it if rho_return is
-    above START."""
+    """Return what to do with a level, by its pair with the finest."""
     rho = f"rho {shown(row, 'rho_return')}"
+    doubt = "(too few samples to believe it) " if row["kurtosis"] > 100 else ""
     if row["check"] > 1:
         why = f"in pairs levels do not play as alone (check {row['check']:.1f})"
         return f"no verdict: {why}, as with --coupling step"
     if not math.isfinite(row["rho_return"]):
         return "no verdict: the policy's noise does not change the returns"
-    doubt = "(too few samples to believe it) " if row["kurtosis"] > 100 else ""
     if row["rho_return"] - row["rho_return_error"] > ENOUGH:
         bias = shown(row | {"difference": -row["difference"]}, "difference")
         return f"{doubt}enough on its own, it sees what matters: {rho}, bias {bias}"
@@ -1854,73 +1805,59 @@ def verdict(row):
 
 
 def shown(row, name):
-    """Return a row's number as text, with its error, if it has one, and no digits beyond that."""
-    if name not in row:
-        return ""
-    if not 1e-9 < (error := row.get(f"{name}_error", 0)) < math.inf:
-        return f"{row[name]:.3g}"
-    digits = max(0, -math.floor(math.log10(error / 2)))
-    return f"{row[name]:.{digits}f} ± {error:.{digits}f}"
-
-
-def play(model, levels, args, generator):
-    """Play ROUNDS · N whole episodes of a level, (l,), or of pairs, (coarse, fine), from S starts R
-    times. Returns `returns` (members, S, R), fine before coarse; `squares` of advantages (3, S);
-    how many `steps` they took, and how many episodes were `cut`."""
-    M, N, R = 2 * len(levels) - 1, args.num_envs, REPEATS if len(levels) > 1 else 1
-    seeds = np.random.SeedSequence([args.seed, *levels]).generate_state(ROUNDS // R * M * N)
-    seeds, rounds = np.repeat(seeds.reshape(-1, M, N), R, axis=0), []
-    paired = argparse.Namespace(**vars(args) | {"schedule": "together"})
-    with closing(make_pool(paired, model, seeds[0], args.num_workers, levels)) as pool:
-        for starts in seeds:
-            pool.call("reseed", starts)
-            rounds.append(play_round(model, pool, levels, args, generator))
-    returns, sums, steps, cut = zip(*rounds)
-    returns = np.stack(returns, axis=1).reshape(-1, ROUNDS // R, R, N).swapaxes(2, 3)
-    sums = np.stack(sums, axis=1).reshape(3, ROUNDS // R, R, N).sum(axis=2)
-    found = {"returns": returns.reshape(len(returns), -1, R), "squares": sums.reshape(3, -1)}
-    return found | {"steps": sum(steps), "cut": sum(cut)}
+    """Return a number of a row as text, with its error if it has one."""
+    if f"{name}_error" in row:
+        return f"{row[name]:.4g} ± {row[f'{name}_error']:.1g}"
+    return f"{row[name]:.3g}" if name in row else ""
 
 
 @torch.no_grad()
-def play_round(model, pool, levels, args, generator):
-    """Play a whole episode in every game, a pair's members each to its own end; with --coupling
-    step the partner takes over the fine state before every step, and ends with it. Returns returns
-    (members, N), `squares` of advantages (3, N), the numbers of steps and of episodes cut off."""
+def play(model, levels, args, generator):
+    """Play ROUNDS · N whole episodes of a level, (l,), or of pairs, (coarse, fine), from S starts R
+    times, each member to its own end; with --coupling step the partner takes over the fine state
+    before every step, and ends with it. Returns `returns` (members, S, R), fine before coarse;
+    `products` f², c², fc of advantages (3, S); the number of `steps`, and of episodes `cut`."""
+    M, N, R = 2 * len(levels) - 1, args.num_envs, REPEATS if len(levels) > 1 else 1
     which = [2, 1] if len(levels) > 1 else [0]  # members, fine before coarse
-    games, act, N = [members(pool.arrays)[m] for m in which], fast_act(model), args.num_envs
-    by_step = len(games) > 1 and args.coupling == "step"
-    names, going = ("actions", *STEP_RESULTS), np.ones((len(games), N), bool)
-    buffers, own = [[] for _ in games], []
-    pool.call("start")
-    while going.any() and len(own) < EVAL_STEPS:
-        own.append(going)
-        if by_step:
-            pool.call("synchronize", 1)
-        noise = model.head.noise(N, generator).to(model.device)
-        for arrays, buffer in zip(games, buffers):
-            act(arrays, noise)
-            arrays["actions"][:] = (games[0] if by_step else arrays)["actions"]
-            buffer.append({"obs": arrays["obs"].copy()})
-        for m in which:
-            pool.call("step_member", m)
-        if by_step:
-            games[1]["truncated"] |= games[0]["ended"] & ~games[1]["terminated"]
-            games[1]["ended"][:] = games[0]["ended"]
-        for arrays, buffer in zip(games, buffers):
-            buffer[-1] |= {name: arrays[name].copy() for name in names}
-        going = going & ~np.stack([arrays["ended"] for arrays in games])
-    own, returns, advantages = np.stack(own, axis=1), [], []  # own: (members, T, N)
-    for buffer, level, steps in zip(buffers, levels[::-1], own):
-        buffer = {name: np.stack([row[name] for row in buffer]) for name in buffer[0]}
-        buffer = finish(model, buffer, level)
-        batch = make_batch(buffer, model.inputs, args)
-        rewards, A = (x.cpu().double().numpy() for x in (buffer["rewards"], batch["advantages"]))
-        returns.append((rewards * steps).sum(axis=0))
-        A = np.where(steps, A.reshape(-1, N), np.nan)
-        advantages.append(A - np.nanmean(A))
-    cut = int(going.any(axis=0).sum())
-    return returns, squares(np.stack(advantages), axis=1), own[0].size, cut
+    seeds = np.random.SeedSequence([args.seed, *levels]).generate_state(M * N).reshape(M, N)
+    by_step = len(levels) > 1 and args.coupling == "step"
+    paired = argparse.Namespace(**vars(args) | {"schedule": "together"})
+    returns, products, num_steps, cut = [], [], 0, 0
+    with closing(make_pool(paired, model, seeds, args.num_workers, levels)) as pool:
+        arrays, act = pool.arrays, fast_act(model)
+        games = [members(arrays)[m] for m in which]
+        for number in range(ROUNDS):
+            pool.call("start", None, number % R == 0)  # R times from the same starts
+            rows, going = [], np.ones((len(games), N), bool)
+            while going.any() and len(rows) < EVAL_STEPS:
+                if by_step:
+                    pool.call("synchronize", 1)
+                noise = model.head.noise(N, generator).to(model.device)
+                for game in games:
+                    act(game, noise)
+                    game["actions"][:] = (games[0] if by_step else game)["actions"]
+                rows.append({name: arrays[name][which] for name in ("obs", "actions")})
+                for m in which:
+                    pool.call("step_member", m)
+                if by_step:
+                    games[1]["truncated"] |= games[0]["ended"] & ~games[1]["terminated"]
+                    games[1]["ended"][:] = games[0]["ended"]
+                rows[-1] |= {name: arrays[name][which] for name in STEP_RESULTS} | {"own": going}
+                going = going & ~arrays["ended"][which]
+            buffer = {name: np.stack([row[name] for row in rows], 1) for name in rows[0]}
+            own, advantages = buffer.pop("own"), []  # (members, T, N)
+            returns.append((buffer["rewards"].astype(float) * own).sum(axis=1))
+            for i, level in enumerate(levels[::-1]):
+                member = finish(model, {name: column[i] for name, column in buffer.items()}, level)
+                batch = make_batch(member, model.inputs, args)
+                advantages.append(batch["advantages"].cpu().double().numpy().reshape(-1, N))
+            both, A = own.all(axis=0), np.stack(advantages)
+            A = (A - A[:, both].mean(axis=1)[:, None, None]) * both
+            products.append(np.stack([A[0] ** 2, A[-1] ** 2, A[0] * A[-1]]).sum(axis=1))  # (3, N)
+            num_steps, cut = num_steps + own[0].size, cut + int(going.any(axis=0).sum())
+    returns = np.stack(returns, axis=-1).reshape(len(games), -1, R)
+    products = np.stack(products, axis=-1).reshape(3, -1, R).sum(axis=2)
+    return {"returns": returns, "products": products, "steps": num_steps, "cut": cut}
 
 
 # ------------------------------------------------------------------------------------ reservoirs
@@ -2136,11 +2073,8 @@ def factor_lower(values, rows, cols):
 
 
 def transport(s, p, vx, vy, q, pore, case):
-    """Saturations (n, ny, nx) after `case.substeps` backward Euler steps of `case.dt` days.
-
-    vx, vy are those of `fluxes`, pore [m²] is a cell's pore space (number or array); RuntimeError
-    if Newton does not converge.
-    """
+    """Saturations (n, ny, nx) after `case.substeps` backward Euler steps of `case.dt` days; vx, vy
+    are those of `fluxes`, pore [m²] is a cell's pore space (number or array)."""
     movable, n, size = 1 - case.s_wir - case.s_oir, len(s), s.size
     order, flow, down, up = flow_matrix(p, vx, vy, q)
     storage = np.broadcast_to(pore * movable / case.dt, s.shape).ravel()[order]
@@ -2224,13 +2158,9 @@ class ResSim(gym.Env):
 
     Darcy pressure once per control step, then upwind transport (Dixit & ElSheikh, arXiv 2210.08400,
     section 4). Reward: oil produced / oil in place at first. Terminated after `case.control_steps`.
-
-    case        a `Case` or a name in CASES
-    level       1 = coarsest .. len(case.grids) = finest (default); spaces are the same on all
-    evaluation  draw from the evaluation fields instead of the training fields
-    validation  draw from a third set of fields, those of a climb's checks
-    perm        own fields (K, ny, nx) [m²] on the finest grid, or on this level's; else ValueError
-    """
+    The case is a `Case` or a name in CASES; level 1 is the coarsest, the finest the default. Fields
+    are training's, those of an evaluation, of validation (a climb's checks), or own ones: perm (K,
+    ny, nx) [m²] on the finest grid or on this level's."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 2}
 
@@ -2315,10 +2245,8 @@ class ResSim(gym.Env):
 
     @staticmethod
     def step_batch(envs, actions):
-        """`step` of n simulations of one case and level, bitwise as if stepped alone; no reset.
-
-        actions (n, wells) -> obs (n, n_obs) float32, rewards (n,), terminated (n,), truncated (n,).
-        """
+        """`step` of n simulations of one case and level, bitwise as if stepped alone: actions (n,
+        wells) -> obs (n, n_obs) float32, rewards (n,), terminated (n,), truncated (n,)."""
         case, grid, shape = envs[0].case, envs[0].grid, (len(envs), *envs[0].action_space.shape)
         actions = np.asarray(actions, dtype=np.float64)
         if actions.shape != shape or not np.isfinite(actions).all():
@@ -2363,6 +2291,15 @@ for _name in CASES:
 
 # ------------------------------------------------------------------------------------ command line
 
+# Of --env: length of a climb, levels and steps of --schedule together. Of --schedule: Adam's step
+# size and epochs.
+DEFAULTS = {
+    "ResSim-v1": {"total_cost": 25_000.0, "levels": [2, 5], "num_steps": [100, 5]},
+    "ResSim-v2": {"total_cost": 50_000.0, "levels": [1, 4], "num_steps": [140, 5]},
+    "ResSim-v3": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, 15]},
+    "ResSim-v4": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, 15]},
+}
+LEARNING = {"climb": (1e-4, 5), "together": (3e-5, 10)}
 # What may be another for a run that goes on or is evaluated; what config.json does not keep.
 MAY_CHANGE = "device num_workers total_timesteps num_iterations eval_every eval_episodes save_every"
 MAY_CHANGE = {*MAY_CHANGE.split(), "eval_level", "total_cost"}
@@ -2409,8 +2346,9 @@ def parse_args(argv=None):
     if args.analyse is not None and len(args.levels) < 2:
         parser.error("argument --analyse: compares levels, give two --levels or more")
     for level, T in reversed([*enumerate(args.num_steps)]):
-        rows = "rows of a finer level" if level else "rows"
-        T == "auto" or check_rows(parser, args, args.num_envs * T, rows)
+        if T != "auto":
+            rows = "rows of a finer level" if level else "rows"
+            check_rows(parser, args, args.num_envs * T, rows)
     # All actors' steps, coarse partners' included: N Σ_l (T^l + T̃^{l−1}); of a climb, one level's.
     steps = [T for T in args.num_steps if T != "auto"]
     steps = max(steps) if args.schedule == "climb" else 2 * sum(steps) - steps[0]
@@ -2420,8 +2358,8 @@ def parse_args(argv=None):
         args.num_iterations = max(1, args.total_timesteps // (args.num_envs * steps))
     if not args.num_iterations and not args.total_cost:
         if args.schedule == "climb":
-            args.total_cost = DEFAULTS.get(args.env, {"total_cost": 100.0 * args.num_envs * steps})
-            args.total_cost = args.total_cost["total_cost"]
+            usual = {"total_cost": 100.0 * args.num_envs * steps}
+            args.total_cost = DEFAULTS.get(args.env, usual)["total_cost"]
         else:
             args.num_iterations = 200
     return args
@@ -2432,11 +2370,11 @@ def complete(parser, args):
     defaults = DEFAULTS.get(args.env, {"levels": None, "num_steps": None})
     if args.levels is None:
         together = args.schedule == "together" or args.env not in CASES
-        args.levels = (
-            defaults["levels"] if together else [*range(1, 1 + len(CASES[args.env].grids))]
-        )
-        if together and args.num_steps is None:
-            args.num_steps = defaults["num_steps"]
+        args.levels = defaults["levels"]
+        if together:
+            args.num_steps = args.num_steps or defaults["num_steps"]
+        else:
+            args.levels = [*range(1, 1 + len(CASES[args.env].grids))]
     if args.levels is None or args.levels != sorted(set(args.levels)):
         parser.error(f"argument --levels: name the levels of {args.env} to use, coarse to fine")
     several = len(args.levels) > 1
@@ -2474,8 +2412,7 @@ def complete(parser, args):
 
 
 def parse_with_run(parser, argv):
-    """Parse argv; with --resume, --eval or --analyse that run's options are the defaults, and most
-    stay."""
+    """Parse argv; a run's own options are the defaults, and most stay."""
     args = parser.parse_args(argv)
     option = "--resume" if args.resume else "--eval" if args.eval else "--analyse"
     run_dir, analysed = args.resume or args.eval or args.analyse, args.analyse is not None
