@@ -107,11 +107,10 @@ def make_parser():
     option("--env", str, "ResSim-v1", text)
     text = "climb: one level at a time; together: all in every iteration; None: climb, if several"
     option("--schedule", str, None, text, choices=("climb", "together"))
-    option("--levels", number(int, 1), None, "those to use, coarse to fine", nargs="+")
-    text = (
-        "T^l, steps per actor and iteration, one number or one per level; together: many coarse, "
-    )
-    text += "few fine ones, or 'T auto': T on the coarsest, the rest as costs and variances say"
+    text = "those to use, coarse to fine; None: all of a built-in simulation (together: two of them)"
+    option("--levels", number(int, 1), None, text, nargs="+")
+    text = "T^l, steps per actor and iteration, one number or one per level; together also 'T auto': "
+    text += "T on the coarsest level, the rest by costs and variances"
     option("--num-steps", or_auto(number(int, 1)), None, text, nargs="+")
     text = "β, weight of the correction by coarse partners; 1: Algorithm 4; auto: is measured"
     option("--control", or_auto(number(float, 0, 1)), "auto", text)
@@ -222,9 +221,8 @@ def train(args, rule=None):
                 model.obs_norm.update(torch.cat([b["obs"] for b in batches[::2]]))  # own rows
             tags = level_tags(args.levels, plan.levels, episodes, batches)
             row |= time_split(run, simulation, sampled)
-            # Judge: at times a climb checks the policy on the finest level, and changes its level.
-            run.count(global_step=len(batch["obs"]), iteration=1)  # it is complete
-            row |= rule.review(run, batches)
+            run.count(global_step=len(batch["obs"]), iteration=1)
+            row |= rule.review(run, batches)  # a climb may check the policy, and change its level
             run.end_iteration(row, episodes[-1], len(batch["obs"]), tags)
     return run
 
@@ -494,11 +492,11 @@ class Climb:
     A check plays episodes on the finest level with the policy's mode, always from the same starts;
     the best parameters by them are the run's result. A window of training on one level is
     productive if the best check has risen by more than ERRORS standard errors of the difference.
-    Then the run stays; but when a window on the next level costs no more than a SHARE of the time
-    since it was tried, it is tried, and kept if it gives more per second. After a window that was
-    not productive the last cheaper level that was (else this one, if it was) has a last chance, of
-    what the next level would cost: the run stays there if it is productive again, else goes up.
-    Changes start from the best parameters. Time is by --level- costs, no clock decides."""
+    Then the run stays; but once a window on the next level costs at most a SHARE of the time since
+    the last trial, it is tried, and kept if it gives more per second. After a window that was not
+    productive the last cheaper level that was, else this one, has a last chance, for what the next
+    level would cost: the run stays there if it is productive, else goes up, always from the best
+    parameters. Time is counted by --level-costs."""
 
     ERRORS, SHARE = 1.5, 0.25
     CHECKS = 6  # training between two checks takes at least as long as so many checks
@@ -508,7 +506,7 @@ class Climb:
         self.args, self.level, self.refit = args, 0, True
         self.best = self.adam = self.returns = None  # by the best check, whose returns are (E,)
         self.time = self.unchecked = 0.0  # seconds in all, since the last check
-        self.window = self.spent = 0.0  # a window's length, and what is over of it
+        self.window = self.spent = 0.0  # the length of the window, and what has passed of it
         self.kind, self.before = "", None  # "trial", "chance" or ""; best returns when it began
         self.home, self.rate, self.tried = 0, 0.0, 0.0  # level and rate before it; the last trial
         self.paid = [False] * len(args.levels)  # which levels have been productive
