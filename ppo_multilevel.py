@@ -107,9 +107,9 @@ def make_parser():
     option("--env", str, "ResSim-v1", text)
     text = "climb: one level at a time; together: all in every iteration; None: climb, if several"
     option("--schedule", str, None, text, choices=("climb", "together"))
-    text = "those to use, coarse to fine; None: all of a built-in simulation (together: two of them)"
+    text = "those to use, coarse to fine; None: a built-in simulation's (together: two)"
     option("--levels", number(int, 1), None, text, nargs="+")
-    text = "T^l, steps per actor and iteration, one number or one per level; together also 'T auto': "
+    text = "T^l, steps per actor and iteration, one or one per level; of together also 'T auto': "
     text += "T on the coarsest level, the rest by costs and variances"
     option("--num-steps", or_auto(number(int, 1)), None, text, nargs="+")
     text = "β, weight of the correction by coarse partners; 1: Algorithm 4; auto: is measured"
