@@ -907,7 +907,6 @@ class Game:
     def __init__(self, args, level, n, seed, arrays, **options):
         self.name, self.n, self.seed, self.arrays = f"{args.env} level {level}", n, seed, arrays
         self.env, self.compared = make_env(args.env, level, **options), set()
-        self.random = np.random.default_rng(seed)  # of the seeds that a pair has in common
 
     def reset(self, seed=None):
         """Start an episode, of the game's current random stream or of a new seed."""
@@ -1009,7 +1008,7 @@ class Games:
         for i in starting:
             for game in self.actors[i]:
                 self.busy, game.seed = (game, "reset"), game.seed + shift
-                game.random = np.random.default_rng(game.seed)
+                game.random = np.random.default_rng(game.seed)  # of the seeds that a pair shares
                 game.reset(game.seed)
         for level in range(1, len(self.members) // 2 + 1):
             self.start_partners(level, starting)
@@ -2430,8 +2429,8 @@ def parse_with_run(parser, argv):
                 raise ValueError(f"{run_dir} is of another script, or its config.json is damaged")
             if args.total_timesteps or args.num_iterations or args.total_cost:
                 options |= dict.fromkeys(("total_timesteps", "num_iterations", "total_cost"))
-            if analysed:  # maybe on another machine, or of other levels
-                options["level_costs"] = None
+            if analysed or args.eval_level not in (None, options["eval_level"]):
+                options["level_costs"] = None  # maybe of another machine, or of other levels
             parser.set_defaults(**options)
             args = parser.parse_args(argv)
             for name in sorted(options.keys() - MAY_CHANGE - (MAY_ANALYSE if analysed else set())):

@@ -3,12 +3,12 @@
 import csv
 import json
 import shutil
-import signal
 import types
 
 import numpy as np
 import pytest
 import torch
+from test_resume import train_until
 
 import ppo_multilevel as ml
 
@@ -244,17 +244,7 @@ def test_checks_have_fields_of_their_own(run):
 def test_resume_in_the_middle_of_a_climb(run, tmp_path, last):
     """Stopped in an iteration and resumed, the run is the uninterrupted one."""
     argv = [*SMALL, "--total-cost", "1600", "--log-dir", str(tmp_path)]
-    with pytest.MonkeyPatch.context() as patch:
-        real, count = ml.update, []
-
-        def update(*arguments):
-            count.append(1)
-            if len(count) == last:
-                signal.raise_signal(signal.SIGTERM)
-            return real(*arguments)
-
-        patch.setattr(ml, "update", update)
-        stopped = ml.train(ml.parse_args(argv))
+    stopped = train_until(ml, ml.parse_args(argv), last)
     assert stopped.iteration == last
     resumed = ml.train(ml.parse_args(["--resume", str(stopped.run_dir), "--quiet"]))
     expected = run.model.state_dict()
@@ -298,6 +288,21 @@ def test_game_that_fails_in_a_check(tmp_path, monkeypatch):
     assert torch.equal(state["current"]["value.weight"], weights[0])
     resumed = ml.train(ml.parse_args(["--resume", str(run_dir), "--quiet"]))
     assert resumed.iteration == 30 and resumed.history[-1]["check_return"]
+
+
+def test_another_level_of_evaluations(tmp_path):
+    """A run on one coarse level can be evaluated and resumed with another --eval-level."""
+    argv = "--env ResSim-v1 --levels 1 --num-steps 5 --num-envs 4 --num-minibatches 2 --hidden 8"
+    argv = f"{argv} --eval-episodes 2 --num-workers 0 --quiet --num-iterations 1".split()
+    run = ml.train(ml.parse_args([*argv, "--log-dir", str(tmp_path)]))
+    returns = [
+        ml.evaluate_run(ml.parse_args(["--eval", str(run.run_dir), "--eval-level", level]))
+        for level in "13"
+    ]
+    assert (returns[0] != returns[1]).any()
+    more = ["--eval-level", "3", "--num-iterations", "2", "--quiet"]
+    resumed = ml.train(ml.parse_args(["--resume", str(run.run_dir), *more]))
+    assert resumed.iteration == 2 and len(resumed.args.level_costs) == 3
 
 
 def test_costs_are_measured_once(tmp_path):
