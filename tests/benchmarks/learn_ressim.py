@@ -54,23 +54,32 @@ RUNS = {
 
 # What the climb is compared with, on every case with the same learning rate, epochs and rows. The
 # costs are nominal, so that a run does not depend on the machine: milliseconds of a step on each
-# level, on one core with 25 reservoirs in a batch, and 100 ms for an update. Those of v2 were
-# measured beside v1's on another machine and scaled by v1's grid of as many cells.
+# level, on one core with 25 actors in a batch, and 100 ms for an update. Those of v2 and the rod
+# were measured beside v1's on another machine, and scaled by v1's.
 COSTS = {"v1": [0.024, 0.06, 0.21, 0.88, 4.1], "v2": [0.052, 0.2, 0.87, 4.3]}
 COSTS |= {case: [0.024, 0.06, 0.21, 0.88] for case in ("v3", "v4")}
+COSTS["rod"] = [0.005, 0.008, 0.026, 0.13, 1.5]
 SAME = "--learning-rate 1e-4 --update-epochs 5 --num-steps 50 --num-workers 0 --eval-every 5 "
 ITERATIONS = {1: 300, 2: 300, 3: 200, 4: 150, 5: 150}
 
 
 def comparison(case):
     """Return the runs that are compared on a case: {name: options}."""
-    last, env, costs = len(COSTS[case]), f"--env ResSim-{case} ", COSTS[case]
+    last, costs = len(COSTS[case]), COSTS[case]
+    env = f"--env ResSim-{case} "
+    if case == "rod":
+        env = "--env tests/benchmarks/rod.py:make --init-log-std -0.5 "
 
     def options(levels):
         words = " ".join(f"{costs[level - 1] / 1e3:g}" for level in levels)
-        return env + f"--level-costs {words} 0.1 "
+        return f"{env}--level-costs {words} 0.1 "
 
-    runs = {f"{case}-climb": options(range(1, last + 1)) + SAME}
+    every = options(range(1, last + 1)) + SAME
+    every += "--levels 1 2 3 4 5 " if case == "rod" else ""
+    runs = {f"{case}-climb": every}
+    runs[f"{case}-pairs"] = "pairs " + every
+    length = {"v1": 50_000, "v2": 100_000}.get(case, 200_000)
+    runs[f"{case}-multigrid"] = f"multigrid {every}--total-cost {length}"
     for level in range(1, last + 1):
         name, levels = f"{case}-only-{level}", sorted({level, last})
         length = f"--levels {level} --eval-level {last} --num-iterations {ITERATIONS[level]}"
@@ -78,11 +87,13 @@ def comparison(case):
     runs[f"{case}-finest-fit"] = (
         options([last]) + SAME + f"--levels {last} --schedule climb --num-iterations 100"
     )
-    pair = {"v1": [2, 5], "v2": [1, 4]}.get(case, [3, 4])
+    pair = {"v1": [2, 5], "v2": [1, 4], "rod": [3, 5]}.get(case, [3, 4])
     runs[f"{case}-together"] = (
         options(pair) + "--schedule together --num-workers 0 --num-iterations 100"
     )
-    if case in ("v2", "v4"):  # of the others v1-2level and v3-step
+    if case == "rod":  # which has no defaults
+        runs[f"{case}-together"] += " --levels 3 5 --num-steps 100 5"
+    if case in ("v2", "v4"):  # of v1 and v3: v1-2level and v3-step
         runs[f"{case}-published"] = (
             PAPER + options([last - 1, last]) + LITERAL + "--num-steps 70 5 --num-iterations 150 "
             f"--levels {last - 1} {last} --learning-rate {1e-5 if case == 'v2' else 3e-5:g}"
@@ -91,6 +102,12 @@ def comparison(case):
 
 
 RUNS |= {name: options for case in COSTS for name, options in comparison(case).items()}
+# Learning rates and epochs for the finest level alone.
+for case in ("v3", "v4"):
+    for name, words in {"a": "1e-5 --update-epochs 20", "b": "3e-5 --update-epochs 10"}.items():
+        RUNS[f"{case}-rate-{name}"] = RUNS[f"{case}-only-4"].replace(
+            "1e-4 --update-epochs 5", words
+        )
 COLUMNS = ("iteration", "global_step", "wall_seconds", "sim_seconds", "sim_cost")
 COLUMNS += (
     "level",
@@ -104,7 +121,8 @@ COLUMNS += (
 
 def command(name, seed):
     """Return the command line of a run, without the folders."""
-    return ["ppo_multilevel.py", *RUNS[name].split(), "--seed", str(seed)]
+    words = [*RUNS[name].split(), "--seed", str(seed)]
+    return ["ppo_multilevel.py" if words[0][0] == "-" else "tests/benchmarks/rules.py", *words]
 
 
 def run(name, seed):
@@ -134,7 +152,7 @@ def collect():
             writer.writeheader()
             writer.writerows(rows)
         runs[run_dir.name] = {
-            "command": "python ppo_multilevel.py " + shlex.join(config["command"][1:-5]),
+            "command": "python " + shlex.join(config["command"][:-5]),
             "versions": config["versions"],
             "iterations": int(rows[-1]["iteration"]),
         }

@@ -1,0 +1,118 @@
+"""Other rules than the climb's, for comparison; what they take beside it are their options.
+
+python tests/benchmarks/rules.py multigrid --env ResSim-v4
+python tests/benchmarks/rules.py pairs --env ResSim-v4
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import ppo_multilevel as ml  # noqa: E402
+
+
+class Multigrid(ml.Climb):
+    """The adaptive multigrid rule of Dixit & ElSheikh (2022, arXiv 2207.03253): the next level when
+    the return on the current one, evaluated after every iteration, has changed by at most TOLERANCE
+    over EVALUATIONS. Nothing is played on the finest level before, and the values are not fitted.
+    Evaluations are played from the starts of a climb's checks, and charged."""
+
+    EVALUATIONS, TOLERANCE = 25, 0.002
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.refit, self.seen = False, []
+
+    def begin(self, run):
+        """Return what is logged at first."""
+        return {"level": self.args.levels[0]}
+
+    def review(self, run, batches):
+        """Evaluate on the level; go to the next one if nothing changes any more."""
+        args, level = self.args, self.level
+        seeds = ml.CHECK_SEED + np.arange(args.check_episodes)[np.newaxis]
+        pool = ml.make_pool(args, run.model, seeds, 0, [args.levels[level]], validation=True)
+        with ml.closing(pool):
+            pool.arrays = ml.members(pool.arrays)[0]
+            mean = float(ml.evaluate(run.model, pool)[0].mean())
+            steps = pool.arrays["steps"].sum()
+        run.count(sim_cost=float(steps) * args.level_costs[level] / args.level_costs[-2])
+        self.seen = [*self.seen, mean][-self.EVALUATIONS :]
+        full, change = len(self.seen) == self.EVALUATIONS, np.ptp(self.seen) / abs(mean)
+        if full and change <= self.TOLERANCE and level < len(args.levels) - 1:
+            run.say(f"level {args.levels[level]} → {args.levels[level + 1]}")
+            self.level, self.seen = level + 1, []
+        return {"level": args.levels[level], "check_return": mean}
+
+
+class Pairs(ml.Climb):
+    """The climb, whose rungs above the coarsest train on a pair: many steps one level below, few
+    pairs of the level itself and its partner, weighed as --schedule together does with --control
+    auto and --num-steps 'T auto'."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.rungs = {}
+        for level in range(1, len(args.levels)):
+            costs = [*args.level_costs[level - 1 : level + 1], args.level_costs[-1]]
+            rung = {"levels": args.levels[level - 1 : level + 1], "level_costs": costs}
+            rung |= {"num_steps": [args.num_steps[0], "auto"], "control": "auto"}
+            self.rungs[level] = ml.Together(argparse.Namespace(**vars(args) | rung))
+
+    def plan(self):
+        """Return what the next iteration does."""
+        plan = super().plan()
+        if self.level:
+            pair = self.rungs[self.level].plan()
+            plan = pair._replace(levels=[self.level - 1, self.level], refit=plan.refit)
+        return plan
+
+    def review(self, run, batches):
+        """Measure the pairs, then do as a climb does."""
+        if self.level:
+            self.rungs[self.level].review(run, batches)
+        return super().review(run, batches)
+
+    def seconds(self, level):
+        """Return what an iteration on a level index takes."""
+        if not level:
+            return super().seconds(level)
+        coarse, fine, update = self.rungs[level].args.level_costs
+        below, pairs = self.rungs[level].plan().num_steps
+        return self.args.num_envs * (below * coarse + pairs * (fine + coarse)) + update
+
+
+def rollouts_of_pairs(model, pool, plan, args, generator):
+    """As `rollouts`, but the plan's first level has no partners; those it has are not charged."""
+    batches, episodes = [], []
+    for i, (level, T) in enumerate(zip(plan.levels, plan.num_steps)):
+        paired = argparse.Namespace(**vars(args) | {"schedule": "together" if i else "climb"})
+        before = pool.arrays["steps"].copy()
+        buffers, ended = ml.rollout(model, pool, level, T, paired, generator)
+        if level and not i:
+            pool.arrays["steps"][2 * level - 1] = before[2 * level - 1]
+        batches += [ml.make_batch(b, model.inputs, args) for b in buffers[::-1]]
+        episodes.append(ended)
+    return batches, episodes
+
+
+def main():
+    """Run the command line."""
+    rule = {"multigrid": Multigrid, "pairs": Pairs}[sys.argv[1]]
+    args = ml.parse_args(sys.argv[2:])
+    if rule is Pairs:  # games with partners on all levels, which a climb does not make
+        make_pool, ml.rollouts = ml.make_pool, rollouts_of_pairs
+
+        def make_pairs(args, model, seeds, *rest, **options):
+            paired = argparse.Namespace(**vars(args) | {"schedule": "together"})
+            return make_pool(paired if len(seeds) > 1 else args, model, seeds, *rest, **options)
+
+        ml.make_pool = make_pairs
+    ml.train(args, rule(args))
+
+
+if __name__ == "__main__":
+    main()
