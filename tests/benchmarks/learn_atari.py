@@ -2,7 +2,7 @@
 
     python tests/benchmarks/learn_atari.py                       # all of them: many hours
     python tests/benchmarks/learn_atari.py --runs Pong --seeds 1
-    python tests/benchmarks/learn_atari.py --collect             # record the runs so far, draw
+    python tests/benchmarks/learn_atari.py --collect             # record the runs so far
 
 Every run has the cores that the process may use; `taskset -c 0` and `taskset -c 1` run two side by
 side. A run that was stopped is resumed, unless it has taken its steps. `--collect`, while none
@@ -10,8 +10,8 @@ runs, gives results/atari.csv a row per run: its steps, the mean true score of t
 games and the step at which that first reached 18, mean and deviation of 16 games with the policy's
 mode and with its samples, either's mean by the frame at which a game begins, modulo 4 (no-ops set
 that phase, and it stays: an action lasts 4 frames; these games have them in all runs), seconds,
-command, machine, versions (when it was last resumed); results/atari/<run>__<seed>.csv its curve,
-results/atari.png all curves. Rows of runs that are not in RUNS_DIR stay.
+command, machine, versions (when it was last resumed); results/atari/<run>__<seed>.csv its curve.
+Rows of runs that are not in RUNS_DIR stay.
 """
 
 import argparse
@@ -27,13 +27,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -60,8 +55,6 @@ COLUMNS = (
     "wall_seconds command precision machine versions"
 ).split()
 CURVE = ("global_step", "wall_seconds", "episodic_return")
-# Breakout, lowest and highest of three PPO runs after millions of steps (baselines-results, figure)
-PUBLISHED = {1: (15, 25), 2: (30, 48), 3: (58, 80), 4: (105, 150), 5: (150, 205), 10: (245, 310)}
 
 
 def run(name, seed):
@@ -160,45 +153,15 @@ def collect():
         writer.writerows(rows[key] for key in sorted(rows))
 
 
-def draw():
-    """Draw the curves of all recorded runs, a panel for each group: results/atari.png."""
-    panels = {
-        "Pong": ["Pong", "Pong-no-noops", "Pong-lr-5e-4", "Pong-3M", "Pong-16-games"],
-        "Breakout": ["Breakout"],
-        "Pong in float32": ["Pong", "Pong-fp32"],
-    }
-    curves = sorted((RESULTS / "atari").glob("*.csv"))
-    recorded = {path.name.split("__")[0] for path in curves}
-    panels = {title: names for title, names in panels.items() if recorded >= {*names}}
-    figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4), squeeze=False)
-    for panel, (title, names) in zip(axes[0], panels.items(), strict=True):
-        for color, name in enumerate(names):
-            for i, path in enumerate(p for p in curves if p.name.startswith(f"{name}__")):
-                with path.open() as file:
-                    rows = [(r["global_step"], r["episodic_return"]) for r in csv.DictReader(file)]
-                steps, returns = np.array(rows, dtype=float).T
-                label = name if i == 0 else None
-                panel.plot(steps / 1e6, returns, f"C{color}", label=label)
-        if title == "Breakout":
-            shown = [(x, *scores) for x, scores in PUBLISHED.items() if x < steps[-1] / 1e6 + 1]
-            panel.vlines(*zip(*shown, strict=True), color="gray", lw=4, label="baselines")
-        panel.set(title=title, xlabel="steps [millions]", ylabel="score of the last 100 games")
-        panel.grid(alpha=0.3)
-        panel.legend()
-    figure.tight_layout()
-    figure.savefig(RESULTS / "atari.png", dpi=110)
-
-
 def main():
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--collect", action="store_true", help="record the runs so far, draw")
+    parser.add_argument("--collect", action="store_true", help="record the runs so far")
     args = parser.parse_args()
     if args.collect:
         collect()
-        draw()
         return
     for name in args.runs:
         for seed in args.seeds:

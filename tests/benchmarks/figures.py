@@ -1,0 +1,175 @@
+"""Figures of the recorded results: python tests/benchmarks/figures.py [NAME ...]
+
+`reservoir` shows a policy, that of the run folder in RUN_DIR; the others need the results only, and
+are made if no name is given.
+"""
+
+import os
+import sys
+from contextlib import closing
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+import tables  # noqa: E402
+import torch  # noqa: E402
+from tables import RESULTS, ROOT, TITLES, read  # noqa: E402
+
+sys.path.insert(0, str(ROOT))
+# Breakout, lowest and highest of three PPO runs after millions of steps (baselines-results, figure)
+PUBLISHED = {1: (15, 25), 2: (30, 48)}
+ATARI = {
+    "Pong": ["Pong", "Pong-no-noops", "Pong-lr-5e-4", "Pong-3M", "Pong-16-games"],
+    "Breakout": ["Breakout"],
+    "Pong in float32": ["Pong", "Pong-fp32"],
+}
+
+
+def climb():
+    """The climb and the single levels, a panel per case, returns against simulation seconds."""
+    cases = [case for case in TITLES if f"{case}-climb" in tables.recorded(case)]
+    figure, axes = plt.subplots(2, 3, figsize=(13, 7.5))
+    for ax in axes.flat[len(cases) :]:
+        ax.axis("off")
+    for case, ax in zip(cases, axes.flat):
+        curves, labels = tables.recorded(case), tables.methods(case)
+        shown = [run for run in curves if "-only-" in run or run == "v1-1level"]
+        for i, run in enumerate([f"{case}-climb", *shown]):
+            style = {"color": f"C{i - 1}", "lw": 1.2} if i else {"color": "k", "lw": 2, "zorder": 9}
+            for n, (seconds, returns) in enumerate(curves[run].values()):
+                ax.plot(seconds[1:], returns[1:], label=None if n else labels[run], **style)
+        bottom = np.mean([returns[0] for _, returns in curves[f"{case}-climb"].values()])
+        ax.set(xscale="log", title=TITLES[case], xlabel="simulation seconds (nominal)")
+        ax.set_ylim(bottom - 0.2 * abs(ax.get_ylim()[1] - bottom))
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8, loc="lower right")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("return on the finest grid")
+    return figure
+
+
+def ressim():
+    """The runs with the paper's numbers, against simulation time, wall time and cost."""
+    figure, axes = plt.subplots(2, 3, figsize=(15, 9), sharey="row")
+    columns = {"sim_seconds": "simulation seconds", "wall_seconds": "wall seconds (one core)"}
+    columns |= {"cost": "cost (finest-level steps)"}
+    for row, (case, runs) in zip(axes, tables.PAPER.items()):
+        for ax, (column, label) in zip(row, columns.items()):
+            for i, (run, (name, *_)) in enumerate(runs.items()):
+                for n, seed in enumerate(tables.load_paper(case, run)):
+                    x, y = seed[column][1:], seed["eval_return"][1:]
+                    ax.plot(x, y, color=f"C{i}", lw=1.3, label=None if n else name)
+            ax.set(xscale="log", xlabel=label)
+            ax.grid(alpha=0.3)
+        row[0].set_ylabel(f"{TITLES[case]}: return on the evaluation fields, finest grid")
+        row[0].legend(fontsize=8)
+    return figure
+
+
+def ppo():
+    """Curves of ppo.py: mean of the seeds, and their range."""
+    names = tables.LADDER | tables.RECURRENT
+    groups = {"LunarLander-v3: the ladder": tables.LADDER}
+    groups["CartPole-v1 without velocities"] = [*tables.RECURRENT][:3]
+    figure, axes = plt.subplots(1, 3, figsize=(16, 4.2))
+    groups["MuJoCo"] = ["HalfCheetah", "Hopper", "Walker2d"]
+    for ax, (title, runs) in zip(axes, groups.items()):
+        for run in runs:
+            curves = [read(path) for path in sorted((RESULTS / "ppo").glob(f"{run}__*.csv"))]
+            curves = [
+                np.array([(r["global_step"], r["episodic_return"]) for r in c], float).T
+                for c in curves
+            ]
+            steps = curves[0][0]
+            returns = np.stack([np.interp(steps, *curve) for curve in curves])
+            label = names.get(run, run).strip("`")
+            (line,) = ax.plot(steps / 1e6, returns.mean(axis=0), label=label)
+            span = returns.min(axis=0), returns.max(axis=0)
+            ax.fill_between(steps / 1e6, *span, alpha=0.2, color=line.get_color())
+        ax.set(title=title, xlabel="steps [millions]")
+        ax.grid(alpha=0.3)
+        ax.legend()
+    axes[0].set(ylabel="return of the last 100 episodes", ylim=(-400, 300))
+    return figure
+
+
+def atari():
+    """Curves of ppo_atari.py, a panel for each group of runs."""
+    figure, axes = plt.subplots(1, 3, figsize=(16, 4.2))
+    for ax, (title, names) in zip(axes, ATARI.items()):
+        for color, name in enumerate(names):
+            for i, path in enumerate(sorted((RESULTS / "atari").glob(f"{name}__*.csv"))):
+                rows = [(r["global_step"], r["episodic_return"]) for r in read(path)]
+                steps, scores = np.array(rows, dtype=float).T
+                ax.plot(steps / 1e6, scores, f"C{color}", label=None if i else name)
+        if title == "Breakout":
+            shown = [(x, *scores) for x, scores in PUBLISHED.items()]
+            ax.vlines(*zip(*shown), color="gray", lw=4, label="openai/baselines-results")
+        ax.set(title=title, xlabel="steps [millions]", ylabel="score of the last 100 games")
+        ax.grid(alpha=0.3)
+        ax.legend()
+    return figure
+
+
+def pictures():
+    """Breakout as it is, and as the policy sees it."""
+    import ppo_atari
+
+    args = ppo_atari.parse_args(["--env", "Breakout"])
+    arrays = {"obs": np.zeros((1, 84, 84, 4), np.uint8)}
+    game = ppo_atari.Game(args, 0, 1, arrays, render_mode="rgb_array")
+    with closing(game):
+        game.reset(seed=1)
+        for step in range(60):
+            game.press([2, 2, 3, 0][step % 4])
+            game.obs[:] = np.concatenate([game.obs[..., 1:], game.picture()[..., None]], axis=-1)
+        frame = game.env.render()
+    figure, axes = plt.subplots(1, 5, figsize=(13, 3.4), width_ratios=[1.1, 1, 1, 1, 1])
+    axes[0].imshow(frame)
+    axes[0].set_title("Breakout")
+    for i, ax in enumerate(axes[1:]):
+        ax.imshow(game.obs[..., i], cmap="gray")
+        ax.set_title(("three actions ago", "two", "one", "now")[i])
+    for ax in axes:
+        ax.axis("off")
+    return figure
+
+
+def reservoir():
+    """The first evaluation field on three grids after an episode with the policy of RUN_DIR."""
+    import ppo_multilevel as ml
+
+    args = ml.parse_args(["--eval", os.environ["RUN_DIR"]])
+    model = ml.make_model(args)
+    model.load_state_dict(ml.load_checkpoint(args.eval)["model"])
+    figure, axes = plt.subplots(1, 4, figsize=(13, 3.7))
+    for ax, level in zip(axes[1:], (1, 3, len(ml.CASES[args.env].grids))):
+        env, total, over = ml.make_env(args.env, level, evaluation=True), 0.0, False
+        obs, _ = env.reset(seed=0, options={"field": 0})
+        while not over:
+            action, _ = model.policy(torch.as_tensor(obs)[None])
+            action = ml.to_env(action.detach().numpy(), env.action_space)[0]
+            obs, reward, over, *_ = env.step(action)
+            total += reward
+        ax.imshow(env.unwrapped.render())
+        cells = "×".join(map(str, env.unwrapped.grid.shape))
+        ax.set_title(f"{cells} cells: {total:.3f} of the oil")
+    axes[0].imshow(np.log(env.unwrapped.grid.perm[0] / ml.MILLIDARCY), cmap="viridis")
+    axes[0].set_title("log permeability")
+    for ax in axes:
+        ax.axis("off")
+    return figure
+
+
+def main():
+    """Write results/<name>.png."""
+    for name in sys.argv[1:] or ("climb", "ressim", "ppo", "atari", "pictures"):
+        figure = globals()[name]()
+        figure.tight_layout()
+        figure.savefig(RESULTS / f"{name}.png", dpi=75)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,371 @@
+"""Tables of the recorded results, written into README.md and tests/benchmarks/README.md.
+
+    python tests/benchmarks/tables.py
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; NAME is a function here. A test
+compares them with the results.
+"""
+
+import csv
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import learn_ppo
+import learn_ressim
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ROOT / "README.md", ROOT / "tests" / "benchmarks" / "README.md"
+RESULTS = ROOT / "tests" / "benchmarks" / "results"
+ROWS = 2500  # of an iteration, in all runs on single levels and of climbs
+GRIDS = {"v2": ("27×9", "57×19", "111×37", "219×73"), "rod": (16, 32, 64, 128, 256)}
+TITLES = {case: f"ResSim-{case}" for case in ("v1", "v2", "v3", "v4")} | {"rod": "heat in a rod"}
+
+
+def read(name):
+    """Return the rows of a file of results."""
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def markdown(header, rows):
+    """Return a table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def spread(values, form):
+    """Return mean ± sd, or the number alone; a dash where not all seeds got there."""
+    values = np.array(values, dtype=float)
+    if np.isnan(values).any():
+        return f"— ({np.isfinite(values).sum()} of {len(values)})"
+    return f"{values.mean():{form}}" + (f" ± {values.std():{form}}" if len(values) > 1 else "")
+
+
+# ------------------------------------------------------------------------------------ climb
+def grid(case, level):
+    """Return what a level of a case is called."""
+    names = GRIDS.get(case, ("8²", "16²", "32²", "64²", "128²"))
+    return names[level - 1]
+
+
+def methods(case):
+    """Return {run: label} of a case: the climb, finest level only, coarser ones, the others."""
+    last = len(learn_ressim.COSTS[case])
+    labels = {"climb": "climb", f"only-{last}": f"{grid(case, last)} only (finest)"}
+    labels |= {f"only-{level}": f"{grid(case, level)} only" for level in range(1, last)}
+    labels["finest-fit"] = f"{grid(case, last)} only, values fitted at first"
+    labels |= {"multigrid": "Dixit & ElSheikh's rule", "pairs": "climb on pairs of levels"}
+    labels |= {"together": "together", "published": "together, as published"}
+    labels = {f"{case}-{name}": label for name, label in labels.items()}
+    return labels | ({"v1-1level": "128² only, the paper's numbers"} if case == "v1" else {})
+
+
+def load(case, run):
+    """Return {seed: (nominal simulation seconds, returns)} of a run at its evaluations."""
+    unit, seeds = learn_ressim.COSTS[case][-1] / 1e3, {}
+    for path in sorted((RESULTS / "ressim").glob(f"{run}__*.csv")):
+        rows = [row for row in read(path) if row["eval_return"]]
+        name = "iteration" if run == "v1-1level" else "sim_cost"  # which was counted otherwise then
+        cost = np.array([float(row[name]) for row in rows]) * (ROWS if name == "iteration" else 1)
+        returns = np.array([float(row["eval_return"]) for row in rows])
+        seeds[path.stem.partition("__")[2]] = unit * cost, returns
+    return seeds
+
+
+def recorded(case):
+    """Return {run: seeds} of a case, as `load` gives them, of what is there."""
+    return {run: seeds for run in methods(case) if (seeds := load(case, run))}
+
+
+def final(seeds):
+    """Return the last return of each seed: the mean of its last three evaluations."""
+    return [returns[-3:].mean() for _, returns in seeds.values()]
+
+
+def first(curve, target):
+    """Return the seconds to the first evaluation at `target` or above; NaN if there is none."""
+    reached = np.flatnonzero(curve[1] >= target)
+    return curve[0][reached[0]] if len(reached) else np.nan
+
+
+def reference(case, curves):
+    """Return the run that is "finest only" of a case."""
+    return next(
+        run
+        for run in (f"{case}-only-{len(learn_ressim.COSTS[case])}", "v1-1level")
+        if run in curves
+    )
+
+
+def seconds_to(case, curves, run, share):
+    """Return, of each seed, the seconds to a share of what finest-only gains."""
+    finest = curves[reference(case, curves)]
+    start = np.mean([returns[0] for _, returns in finest.values()])
+    target = start + share * (np.mean(final(finest)) - start)
+    return [first(curve, target) for curve in curves[run].values()]
+
+
+def shortfall(case, curves):
+    """Return how far the climb is behind the best single level at 20 budgets from one iteration on
+    the finest level to the end of finest-only, and the budgets."""
+    finest = reference(case, curves)
+    end = max(seconds[-1] for seconds, _ in curves[finest].values())
+    budgets = np.geomspace(ROWS * learn_ressim.COSTS[case][-1] / 1e3, end, 20)
+
+    def at(seconds, returns):  # the last evaluation within each budget
+        return returns[np.searchsorted(seconds, budgets, side="right") - 1]
+
+    means = {
+        run: np.mean([at(*c) for c in seeds.values()], axis=0) for run, seeds in curves.items()
+    }
+    rivals = [means[run] for run in curves if "-only-" in run or run == "v1-1level"]
+    return np.max(rivals, axis=0) - means[f"{case}-climb"], budgets
+
+
+def climb():
+    """Every case in a line: the climb, and the best of the single levels."""
+    header = ["simulation", "finest level only", "s to 99 %", "climb", "s to 99 %"]
+    header += ["best coarse level only", "most behind the best single level", "seeds"]
+    rows = []
+    for case, title in TITLES.items():
+        curves = recorded(case)
+        if f"{case}-climb" not in curves:
+            continue
+        finest, up, form = (
+            reference(case, curves),
+            f"{case}-climb",
+            ".4f" if case != "rod" else ".2f",
+        )
+        coarse = [run for run in curves if "-only-" in run and run != finest]
+        best = max(coarse, key=lambda run: np.mean(final(curves[run])))
+        behind, budgets = shortfall(case, curves)
+        worst = f"{behind.max():{form}} at {budgets[behind.argmax()]:,.0f} s"
+        cells = [title, spread(final(curves[finest]), form)]
+        cells.append(spread(seconds_to(case, curves, finest, 0.99), ",.0f"))
+        cells.append(f"**{spread(final(curves[up]), form)}**")
+        cells.append(f"**{spread(seconds_to(case, curves, up, 0.99), ',.0f')}**")
+        cells.append(f"{methods(case)[best][:-5]}: {spread(final(curves[best]), form)}")
+        cells.append(f"{worst}; level or ahead at {(behind <= 0).sum()} of 20")
+        cells.append(", ".join(str(len(curves[run])) for run in (up, finest, best)))
+        rows.append(cells)
+    return markdown(header, rows)
+
+
+def climb_case(case):
+    """All ways of training on a case."""
+    curves, form = recorded(case), ".4f" if case != "rod" else ".2f"
+    header = ["training", "last return", "s to 95 %", "s to 99 %", "s in all", "seeds"]
+    rows = []
+    for run, seeds in curves.items():
+        cells = [methods(case)[run], spread(final(seeds), form)]
+        cells += [spread(seconds_to(case, curves, run, share), ",.0f") for share in (0.95, 0.99)]
+        cells.append(f"{max(seconds[-1] for seconds, _ in seeds.values()):,.0f}")
+        rows.append([*cells, ", ".join(seeds)])
+    return markdown(header, rows)
+
+
+# ------------------------------------------------------------------------------------ as published
+PAPER = {  # label, levels, T^l
+    "v1": {
+        "v1-1level": ("128² only (PPO)", [5], [50]),
+        "v1-2level": ("64² + 128², step, literal", [4, 5], [70, 5]),
+        "v1-3level": ("32² + 64² + 128², step, literal", [3, 4, 5], [80, 10, 5]),
+        "v1-bounded": ("32² + 64² + 128², step, bounded", [3, 4, 5], [80, 10, 5]),
+        "v1-64": ("64² only", [4], [50]),
+        "v1-32": ("32² only", [3], [50]),
+        "v1-16": ("16² only", [2], [50]),
+        "v1-8": ("8² only", [1], [50]),
+    },
+    "v3": {
+        "v3-64": ("64² only (PPO)", [4], [50]),
+        "v3-step": ("32² + 64², step, literal", [3, 4], [70, 5]),
+        "v3-noise": ("32² + 64², noise, bounded", [3, 4], [60, 15]),
+        "v3-32": ("32² only", [3], [50]),
+        "v3-16": ("16² only", [2], [50]),
+        "v3-8": ("8² only", [1], [50]),
+    },
+}
+
+
+def load_paper(case, run):
+    """Return the seeds of a run with the paper's numbers, each {column: array}. `cost` is in steps
+    of the finest level, of partners too; the recorded sim_cost was counted otherwise then."""
+    costs, (_, levels, steps) = learn_ressim.COSTS[case], PAPER[case][run]
+    members = [*zip(levels, steps), *zip(levels, steps[1:])]  # own, partners
+    cost = 50 * sum(costs[level - 1] * T for level, T in members) / costs[-1]
+    seeds, names = [], ("sim_seconds", "wall_seconds", "eval_return", "iteration")
+    for path in sorted((RESULTS / "ressim").glob(f"{run}__*.csv")):
+        rows = read(path)
+        seed = {name: np.array([float(row[name]) for row in rows]) for name in names}
+        seeds.append(seed | {"cost": seed["iteration"] * cost})
+    return seeds
+
+
+def paper(case):
+    """The runs of a case with the paper's schedule, and of its single levels, both with the paper's
+    numbers: what they reach and need."""
+    runs = {run: seeds for run in PAPER[case] if (seeds := load_paper(case, run))}
+    single = next(iter(runs.values()))
+    start = np.mean([seed["eval_return"][0] for seed in single])
+    end = np.mean([seed["eval_return"][-3:].mean() for seed in single])
+    header = ["training", "last return", "best", "s to 95 %", "s to 99 %", "cost to 99 %"]
+    rows = []
+    for run, seeds in runs.items():
+        cells = [
+            PAPER[case][run][0],
+            spread([seed["eval_return"][-3:].mean() for seed in seeds], ".4f"),
+        ]
+        cells.append(spread([seed["eval_return"].max() for seed in seeds], ".4f"))
+        for share, column in ((0.95, "sim_seconds"), (0.99, "sim_seconds"), (0.99, "cost")):
+            target = start + share * (end - start)
+            curves = [(seed[column], seed["eval_return"]) for seed in seeds]
+            cells.append(spread([first(curve, target) for curve in curves], ",.0f"))
+        cells.append("/".join(f"{seed['iteration'][-1]:.0f}" for seed in seeds))
+        rows.append(cells)
+    return markdown([*header, "iterations"], rows)
+
+
+# ------------------------------------------------------------------------------------ ppo.py
+REFERENCES = {
+    "CartPole": "≥ 475 (solved)",
+    "Acrobot": "≥ -90",
+    "LunarLander": "≥ 200 (solved)",
+    "MountainCar": "≥ -120",
+    "Pendulum": "≥ -200",
+    "Taxi": "7.93 (optimum by value iteration)",
+    "HalfCheetah": "1,443 (CleanRL, v4)",
+    "Hopper": "2,383 (CleanRL, v4)",
+    "Walker2d": "2,288 (CleanRL, v4)",
+}
+RECURRENT = {
+    "CartPoleHidden": "feed-forward",
+    "CartPoleHidden-gru": "`--rnn gru`",
+    "CartPoleHidden-lstm": "`--rnn lstm`",
+    "CartPoleHidden-lstm-400k": "`--rnn lstm`",
+}
+LADDER = {
+    "ladder-1-vpg": "vanilla policy gradient",
+    "ladder-2-baseline": "with baseline",
+    "ladder-3-one-step": "one-step actor-critic",
+    "ladder-4-n-step": "n-step actor-critic",
+    "ladder-5-gae": "GAE",
+    "ladder-6-ppo": "PPO",
+}
+
+
+def returns(names, header, last=lambda name: []):
+    """Return a table of runs of ppo.py; {run: label}, and cells that are added to a line."""
+    runs, rows = defaultdict(list), []
+    for row in read("ppo.csv"):
+        runs[row["run"]].append(row)
+    for name, label in names.items():
+        seeds = runs[name]
+        cells = [label, f"{int(seeds[0]['steps']) / 1e6:.1f}M"]
+        for column in ("episodic_return", "eval_return"):
+            cells.append(spread([row[column] for row in seeds], ",.1f"))
+        rows.append([*cells, len(seeds), *last(name)])
+    return markdown([header, "steps", "training", "evaluation", "seeds", *last(None)], rows)
+
+
+def ppo():
+    """The envs; the commands' options are in `ppo_commands`."""
+    names = {name: learn_ppo.RUNS[name].split()[1] for name in REFERENCES}
+    return returns(names, "env", lambda name: [REFERENCES[name] if name else "reference"])
+
+
+def ppo_commands():
+    """The options of each run of `ppo`, and of those without a trick."""
+    runs = [*REFERENCES, "MountainCar-plain", "Taxi-unmasked"]
+    names = {name: f"`{learn_ppo.RUNS[name]}`" for name in runs}
+    return returns(names, "python ppo.py")
+
+
+def recurrent():
+    """CartPole with hidden velocities."""
+    return returns(RECURRENT, "policy")
+
+
+def ladder():
+    """From vanilla policy gradient to PPO on LunarLander-v3."""
+    return returns(LADDER, "rung")
+
+
+# ------------------------------------------------------------------------------------ Atari, speed
+def atari():
+    """The default run of each game."""
+    games, rows = defaultdict(list), []
+    for row in read("atari.csv"):
+        games[row["run"]].append(row)
+    for game in ("Pong", "Breakout"):
+        seeds = games[game]
+        steps = sorted(int(row["steps"]) / 1e6 for row in seeds)
+        cells = [
+            game,
+            f"{steps[0]:.1f}M to {steps[-1]:.1f}M" if len(steps) > 1 else f"{steps[0]:.1f}M",
+        ]
+        cells.append(spread([row["episodic_return"] for row in seeds], ".1f"))
+        cells.append(spread([row["mode"].split()[0] for row in seeds], ".1f"))
+        rows.append([*cells, len(seeds)])
+    return markdown(["game", "steps", "training", "evaluation", "seeds"], rows)
+
+
+def atari_runs():
+    """All runs of ppo_atari.py."""
+    header = ["options", "seed", "steps", "training", "18 first at", "mode", "samples"]
+    rows = []
+    for row in read("atari.csv"):
+        options = row["command"].removeprefix("python ppo_atari.py ").partition(" --seed")[0]
+        reached = f"{int(row['steps_to_18']) / 1e6:.2f}M" if row["steps_to_18"] else "—"
+        cells = [f"`{options}`", row["seed"], f"{int(row['steps']) / 1e6:.2f}M"]
+        cells += [row["episodic_return"], reached, row["mode"] or "—", row["sampled"] or "—"]
+        phases = row["by_phase"].replace(" / ", ", "), row["sampled_by_phase"].replace(" / ", ", ")
+        rows.append([*cells, "; ".join(filter(None, phases)) or "—"])
+    return markdown([*header, "by phase: mode; samples"], rows)
+
+
+def speed():
+    """Steps per second beside Stable-Baselines3."""
+    header = ["case", "steps/s", "Stable-Baselines3", "ratio, median (range)", "pairs", "torch"]
+    rows = []
+    for script in ("ppo", "atari"):
+        for row in read(f"speed_{script}.csv"):
+            versions = json.loads(row["versions"])
+            case = row["case"] if script == "ppo" else f"Breakout, {row['case']}"
+            cells = [case, f"{int(row['ours']):,}", f"{int(row['sb3']):,}"]
+            cells.append(f"{row['ratio']} ({row['lowest']} to {row['highest']})")
+            rows.append([*cells, row["pairs"], versions["torch"].partition("+")[0]])
+    return markdown(header, rows)
+
+
+def speed_ressim():
+    """Time and memory of the reservoirs."""
+    rows = [row for row in read("speed_ressim.csv") if row["what"] != "versions"]
+    return markdown(["what", "median", "unit"], [[r["what"], r["median"], r["unit"]] for r in rows])
+
+
+def ranks():
+    """Workers and ranks."""
+    header = ["case", "processes", "steps/s", "simulation s", "policy s", "update s"]
+    names = ("steps_per_second", "simulation_seconds", "policy_seconds", "update_seconds")
+    rows = read("scale_ranks.csv")
+    return markdown(header, [[r["case"], r["processes"], *(r[n] for n in names)] for r in rows])
+
+
+def table(name):
+    """Return the table of a name: that of a function, or of one with the case after a colon."""
+    function, _, case = name.partition(":")
+    return globals()[function](*filter(None, [case]))
+
+
+def filled(text):
+    """Return a page with the tables of the results."""
+    block = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+    return block.sub(lambda match: f"{match[1]}\n{table(match[2])}\n\n{match[3]}", text)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
