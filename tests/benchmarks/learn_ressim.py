@@ -58,7 +58,7 @@ RUNS = {
 # were measured beside v1's on another machine, and scaled by v1's.
 COSTS = {"v1": [0.024, 0.06, 0.21, 0.88, 4.1], "v2": [0.052, 0.2, 0.87, 4.3]}
 COSTS |= {case: [0.024, 0.06, 0.21, 0.88] for case in ("v3", "v4")}
-COSTS["rod"] = [0.005, 0.008, 0.026, 0.13, 1.5]
+COSTS["rod"] = [0.005, 0.008, 0.026, 0.13]
 SAME = "--learning-rate 1e-4 --update-epochs 5 --num-steps 50 --num-workers 0 --eval-every 5 "
 ITERATIONS = {1: 300, 2: 300, 3: 200, 4: 150, 5: 150}
 
@@ -75,7 +75,7 @@ def comparison(case):
         return f"{env}--level-costs {words} 0.1 "
 
     every = options(range(1, last + 1)) + SAME
-    every += "--levels 1 2 3 4 5 " if case == "rod" else ""
+    every += "--levels 1 2 3 4 " if case == "rod" else ""
     runs = {f"{case}-climb": every}
     runs[f"{case}-pairs"] = "pairs " + every
     length = {"v1": 50_000, "v2": 100_000}.get(case, 200_000)
@@ -87,12 +87,12 @@ def comparison(case):
     runs[f"{case}-finest-fit"] = (
         options([last]) + SAME + f"--levels {last} --schedule climb --num-iterations 100"
     )
-    pair = {"v1": [2, 5], "v2": [1, 4], "rod": [3, 5]}.get(case, [3, 4])
+    pair = {"v1": [2, 5], "v2": [1, 4], "rod": [2, 4]}.get(case, [3, 4])
     runs[f"{case}-together"] = (
         options(pair) + "--schedule together --num-workers 0 --num-iterations 100"
     )
     if case == "rod":  # which has no defaults
-        runs[f"{case}-together"] += " --levels 3 5 --num-steps 100 5"
+        runs[f"{case}-together"] += " --levels 2 4 --num-steps 100 5"
     if case in ("v2", "v4"):  # of v1 and v3: v1-2level and v3-step
         runs[f"{case}-published"] = (
             PAPER + options([last - 1, last]) + LITERAL + "--num-steps 70 5 --num-iterations 150 "

@@ -21,9 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "scale_ranks.csv"
 WARM_UP, ITERATIONS = 2, 6
 RANKS = {"1 rank, 1 worker": (1, 1), "1 rank, 2 workers": (1, 2), "2 ranks, 1 worker each": (2, 1)}
+TOGETHER = "--schedule together --levels 3 4 5 --num-steps 80 10 5"
 CASES = {
-    "three levels": "--num-envs 100",
-    "three levels, 200 actors": "--num-envs 200",
+    "three levels": f"--num-envs 100 {TOGETHER}",
+    "three levels, 200 actors": f"--num-envs 200 {TOGETHER}",
     "finest level only": "--num-envs 100 --levels 5 --num-steps 10",
     "coarsest level only": "--num-envs 100 --levels 3 --num-steps 80",
 }

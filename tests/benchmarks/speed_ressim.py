@@ -29,8 +29,9 @@ sys.path.insert(0, str(ROOT))
 import ppo_multilevel  # noqa: E402
 
 PAPER = (
-    "--env ResSim-v1 --levels 3 4 5 --num-steps 80 10 5 --num-envs 50 --num-minibatches 10 "
-    "--update-epochs 20 --vf-coef 1.0 --num-workers 2 --num-iterations 8 --eval-every 8"
+    "--env ResSim-v1 --schedule together --levels 3 4 5 --num-steps 80 10 5 --num-envs 50 "
+    "--num-minibatches 10 --update-epochs 20 --vf-coef 1.0 --num-workers 2 "
+    "--num-iterations 8 --eval-every 8"
 ).split()
 
 

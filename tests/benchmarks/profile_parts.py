@@ -1,0 +1,89 @@
+"""Where the time of a training goes, by part, in results/profile.csv: one process, one core.
+
+    python tests/benchmarks/profile_parts.py
+
+Each of a script's functions below is timed from outside; "other" is what is left: values and
+advantages of the rollout.
+"""
+
+import csv
+import functools
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).parent / "results" / "profile.csv"
+sys.path.insert(0, str(ROOT))
+
+MUJOCO = "--env HalfCheetah-v5 --num-envs 8 --num-steps 2048 --num-minibatches 32"
+CASES = {
+    "CartPole-v1": ("ppo", "--env CartPole-v1 --num-iterations 150"),
+    "HalfCheetah-v5": ("ppo", f"{MUJOCO} --update-epochs 10 --num-iterations 4"),
+    "Breakout": ("ppo_atari", "--env Breakout --num-workers 0 --num-iterations 4"),
+    "ResSim-v1, 16²": ("ppo_multilevel", "--env ResSim-v1 --levels 2 --num-iterations 30"),
+    "ResSim-v1, 128²": ("ppo_multilevel", "--env ResSim-v1 --levels 5 --num-iterations 4"),
+}
+
+
+def timed(function, name, spent):
+    """Return the function, which adds its seconds to `spent`."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **options):
+        started = time.perf_counter()
+        try:
+            return function(*args, **options)
+        finally:
+            spent[name] += time.perf_counter() - started
+
+    return wrapper
+
+
+def profile(script, options):
+    """Return the seconds of each part of a training, but for its first iteration."""
+    module, spent, marks = __import__(script), Counter(), []
+    call, log, fast_act = module.WorkerPool.call, module.Run.log, getattr(module, "fast_act", None)
+
+    def count(run, row, *tags):
+        log(run, row, *tags)
+        if run.iteration == 1:
+            spent.clear()
+            marks.append(time.perf_counter())
+
+    if fast_act:
+        module.fast_act = lambda model: timed(fast_act(model), "policy", spent)
+    else:  # the games are played with the policy, in one call
+        module.Model.act = timed(module.Model.act, "policy", spent)
+    module.WorkerPool.call = timed(call, "games", spent)
+    module.update = timed(module.update, "update", spent)
+    module.Run.log = timed(count, "log", spent)
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*options.split(), "--quiet", "--eval-every", "0", "--log-dir", folder]
+        run = module.train(module.parse_args([*words, "--num-workers", "0"]))
+        seconds = time.perf_counter() - marks[0]
+    steps = run.history[-1]["global_step"] * (1 - 1 / run.iteration)
+    if not fast_act:
+        spent["games"] -= spent["policy"]
+    return spent | {"other": seconds - sum(spent.values())}, steps, seconds
+
+
+def main():
+    """Profile all cases, write the table."""
+    parts = ("games", "policy", "update", "log", "other")
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["case", "steps_per_second", *parts])
+        for case, (script, options) in CASES.items():
+            spent, steps, seconds = profile(script, options)
+            row = [case, round(steps / seconds), *(f"{spent[p] / seconds:.3f}" for p in parts)]
+            writer.writerow(row)
+            print(row)
+
+
+if __name__ == "__main__":
+    main()

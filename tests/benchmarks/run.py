@@ -1,0 +1,96 @@
+"""Every comparison, table and figure of this project, by name.
+
+    python tests/benchmarks/run.py --list
+    python tests/benchmarks/run.py speed-ppo tables     # or: all, which takes days
+
+Stable-Baselines3 gets an environment of its own, runs/peers, made when it is first needed. What was
+run, when, on what, for how long is added to results/log.csv. Runs that learn resume where they can
+and are copied to results/ when they are finished.
+"""
+
+import argparse
+import csv
+import datetime
+import os
+import platform
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+PEERS = ROOT / "runs" / "peers"
+VERSIONS = "stable-baselines3==2.9.2"
+# {name: (what it is, how long on two cores, commands of tests/benchmarks)}
+JOBS = {
+    "speed-ppo": ("ppo.py beside Stable-Baselines3", "20 minutes", ["speed_ppo.py"]),
+    "speed-atari": ("ppo_atari.py beside Stable-Baselines3", "30 minutes", ["speed_atari.py"]),
+    "speed-ressim": ("time and memory of the reservoirs", "3 minutes", ["speed_ressim.py"]),
+    "profile": ("where the time goes, by part", "3 minutes", ["profile_parts.py"]),
+    "ranks": ("workers and ranks", "10 minutes", ["scale_ranks.py"]),
+    "learn-ppo": ("learning runs of ppo.py", "10 hours", ["learn_ppo.py --jobs 2"]),
+    "learn-atari": ("learning runs of ppo_atari.py", "days", ["learn_atari.py"]),
+    "learn-climb": (
+        "the climb and what it is compared with",
+        "20 hours",
+        ["learn_ressim.py --jobs 2"],
+    ),
+    "tables": ("tables of README.md and tests/benchmarks/README.md", "seconds", ["tables.py"]),
+    "figures": ("figures of the recorded results", "seconds", ["figures.py"]),
+}
+
+
+def peers_python():
+    """Return the Python of the peers' environment, which is made if it is not there."""
+    python = PEERS / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    if not python.exists():
+        venv.create(PEERS, with_pip=True)
+    install = [python, "-m", "pip", "install", "-q", "-r", ROOT / "requirements.txt", VERSIONS]
+    subprocess.run(install, check=True)
+    return python
+
+
+def processor():
+    """Return the name of the processor, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def run(name):
+    """Run a job and log it."""
+    python = peers_python() if name.startswith(("speed-ppo", "speed-atari")) else sys.executable
+    for command in JOBS[name][2]:
+        script, *options = command.split()
+        started = time.perf_counter()
+        subprocess.run([python, HERE / script, *options], cwd=ROOT, check=True)
+        commit = ["git", "rev-parse", "--short", "HEAD"]
+        done = subprocess.run(commit, cwd=ROOT, capture_output=True, text=True)
+        row = [name, datetime.date.today(), f"python tests/benchmarks/{command}"]
+        row += [processor(), platform.python_version(), done.stdout.strip()]
+        with (HERE / "results" / "log.csv").open("a", newline="") as file:
+            csv.writer(file).writerow([*row, round(time.perf_counter() - started)])
+
+
+def main():
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="see --list; all: all of them")
+    parser.add_argument("--list", action="store_true", help="print the names")
+    args = parser.parse_args()
+    if unknown := {*args.names} - {*JOBS, "all"}:
+        parser.error(f"no such name: {', '.join(unknown)}; see --list")
+    if args.list or not args.names:
+        for name, (what, duration, commands) in JOBS.items():
+            print(f"{name:13} {what}, {duration}: python tests/benchmarks/{commands[0]}")
+    for name in JOBS if "all" in args.names else args.names:
+        run(name)
+
+
+if __name__ == "__main__":
+    main()
