@@ -231,6 +231,26 @@ def readme_commands():
     )
 
 
+@pytest.mark.parametrize("page", ["README.md", "tests/benchmarks/README.md"])
+def test_tables_are_the_records(page, monkeypatch):
+    """Every number of a table of results is that of the recorded runs."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
+    tables = importlib.import_module("tables")
+    text = (ROOT / page).read_text()
+    assert text.count("<!-- table") == text.count("<!-- end -->") > 2
+    assert tables.filled(text) == text, "python tests/benchmarks/tables.py"
+
+
+def test_readme_is_a_page():
+    """It is short, links to files that exist, and types no measured number into its prose."""
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 300
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    assert links and all((ROOT / link).exists() for link in links)
+    prose = re.sub(r"```.*?```|^\|.*?$|`[^`]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert not re.search(r"±\s*\d|\b0\.\d{3}|\d (times|seconds|minutes|s) ", prose)
+
+
 def torchrun_commands():
     """The torchrun command lines in README.md: script, number of ranks, options."""
     command = r"torchrun (?:--nnodes (\d+) )?--nproc-per-node (\d+) .*?(ppo\w*)\.py(.*?)(?:#.*)?$"

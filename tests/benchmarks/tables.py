@@ -132,23 +132,22 @@ def climb():
     rows = []
     for case, title in TITLES.items():
         curves = recorded(case)
-        if f"{case}-climb" not in curves:
-            continue
-        finest, up, form = (
-            reference(case, curves),
-            f"{case}-climb",
-            ".4f" if case != "rod" else ".2f",
-        )
+        up, form = f"{case}-climb", ".4f" if case != "rod" else ".2f"
+        finest = f"{case}-only-{len(learn_ressim.COSTS[case])}"
         coarse = [run for run in curves if "-only-" in run and run != finest]
+        if up not in curves or not coarse:
+            continue
+        finest = reference(case, curves)
         best = max(coarse, key=lambda run: np.mean(final(curves[run])))
         behind, budgets = shortfall(case, curves)
-        worst = f"{behind.max():{form}} at {budgets[behind.argmax()]:,.0f} s"
+        worst = f"{behind.max():{form}} at {budgets[behind.argmax()]:,.0f} s; "
+        worst = worst if behind.max() > 0 else ""
         cells = [title, spread(final(curves[finest]), form)]
         cells.append(spread(seconds_to(case, curves, finest, 0.99), ",.0f"))
         cells.append(f"**{spread(final(curves[up]), form)}**")
         cells.append(f"**{spread(seconds_to(case, curves, up, 0.99), ',.0f')}**")
         cells.append(f"{methods(case)[best][:-5]}: {spread(final(curves[best]), form)}")
-        cells.append(f"{worst}; level or ahead at {(behind <= 0).sum()} of 20")
+        cells.append(f"{worst}ahead at {(behind <= 0).sum()} of 20")
         cells.append(", ".join(str(len(curves[run])) for run in (up, finest, best)))
         rows.append(cells)
     return markdown(header, rows)
@@ -240,6 +239,10 @@ REFERENCES = {
     "Hopper": "2,383 (CleanRL, v4)",
     "Walker2d": "2,288 (CleanRL, v4)",
 }
+PUBLISHED = {  # openai/baselines-results, read off the figures
+    "Pong": "18 at 2M to 3M (baselines)",
+    "Breakout": "30 to 48 at 2M (baselines)",
+}
 RECURRENT = {
     "CartPoleHidden": "feed-forward",
     "CartPoleHidden-gru": "`--rnn gru`",
@@ -271,9 +274,10 @@ def returns(names, header, last=lambda name: []):
 
 
 def ppo():
-    """The envs; the commands' options are in `ppo_commands`."""
+    """The envs of ppo.py, whose options are in `ppo_commands`, and the games of ppo_atari.py."""
     names = {name: learn_ppo.RUNS[name].split()[1] for name in REFERENCES}
-    return returns(names, "env", lambda name: [REFERENCES[name] if name else "reference"])
+    table = returns(names, "env", lambda name: [REFERENCES[name] if name else "reference"])
+    return "\n".join([table, *atari()])
 
 
 def ppo_commands():
@@ -295,21 +299,14 @@ def ladder():
 
 # ------------------------------------------------------------------------------------ Atari, speed
 def atari():
-    """The default run of each game."""
-    games, rows = defaultdict(list), []
-    for row in read("atari.csv"):
-        games[row["run"]].append(row)
-    for game in ("Pong", "Breakout"):
-        seeds = games[game]
-        steps = sorted(int(row["steps"]) / 1e6 for row in seeds)
-        cells = [
-            game,
-            f"{steps[0]:.1f}M to {steps[-1]:.1f}M" if len(steps) > 1 else f"{steps[0]:.1f}M",
-        ]
+    """Lines of the default runs of two games."""
+    for game, published in PUBLISHED.items():
+        seeds = [row for row in read("atari.csv") if row["run"] == game]
+        steps = sorted({f"{int(row['steps']) / 1e6:.1f}M" for row in seeds})
+        cells = [game, " to ".join(steps[:: len(steps) - 1] if len(steps) > 1 else steps)]
         cells.append(spread([row["episodic_return"] for row in seeds], ".1f"))
         cells.append(spread([row["mode"].split()[0] for row in seeds], ".1f"))
-        rows.append([*cells, len(seeds)])
-    return markdown(["game", "steps", "training", "evaluation", "seeds"], rows)
+        yield "| " + " | ".join([*cells, str(len(seeds)), published]) + " |"
 
 
 def atari_runs():
@@ -326,18 +323,32 @@ def atari_runs():
     return markdown([*header, "by phase: mode; samples"], rows)
 
 
-def speed():
-    """Steps per second beside Stable-Baselines3."""
+def speed(best=False):
+    """Steps per second beside Stable-Baselines3; of the cases that --cases needs not name: best."""
     header = ["case", "steps/s", "Stable-Baselines3", "ratio, median (range)", "pairs", "torch"]
     rows = []
     for script in ("ppo", "atari"):
         for row in read(f"speed_{script}.csv"):
-            versions = json.loads(row["versions"])
-            case = row["case"] if script == "ppo" else f"Breakout, {row['case']}"
+            versions, case = json.loads(row["versions"]), row["case"]
+            if best and "," in case.removeprefix("default, Intel") or best and case == "fp32":
+                continue
+            case = case if script == "ppo" else f"Breakout, {case}"
             cells = [case, f"{int(row['ours']):,}", f"{int(row['sb3']):,}"]
             cells.append(f"{row['ratio']} ({row['lowest']} to {row['highest']})")
             rows.append([*cells, row["pairs"], versions["torch"].partition("+")[0]])
     return markdown(header, rows)
+
+
+def speed_best():
+    """The defaults alone."""
+    return speed(best=True)
+
+
+def profile():
+    """Where the time goes, in per cent."""
+    parts = ("games", "policy", "update", "log", "other")
+    rows = [[r["case"], *(f"{float(r[p]):.0%}" for p in parts)] for r in read("profile.csv")]
+    return markdown(["case", *parts], rows)
 
 
 def speed_ressim():
@@ -363,7 +374,7 @@ def table(name):
 def filled(text):
     """Return a page with the tables of the results."""
     block = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-    return block.sub(lambda match: f"{match[1]}\n{table(match[2])}\n\n{match[3]}", text)
+    return block.sub(lambda match: f"{match[1]}{table(match[2])}\n{match[3]}", text)
 
 
 if __name__ == "__main__":
