@@ -221,7 +221,7 @@ def readme_commands():
         (ROOT / "README.md").read_text(),
         *(importlib.import_module(name).__doc__ for name in SCRIPTS),
     ]
-    commands = re.findall(r"python (ppo\w*)\.py(.*?)(?:[#;].*)?$", "\n".join(texts), re.MULTILINE)
+    commands = re.findall(r"python (ppo\w*)\.py(.*?)(?:[#;`].*)?$", "\n".join(texts), re.MULTILINE)
     return sorted(
         {
             (name, options.strip())
