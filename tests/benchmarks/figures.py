@@ -11,6 +11,7 @@ from contextlib import closing
 import matplotlib
 
 matplotlib.use("Agg")
+import learn_ressim  # noqa: E402
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 import tables  # noqa: E402
@@ -36,8 +37,12 @@ def climb():
     for case, ax in zip(cases, axes.flat):
         curves, labels = tables.recorded(case), tables.methods(case)
         shown = [run for run in curves if "-only-" in run or run == "v1-1level"]
-        for i, run in enumerate([f"{case}-climb", *shown]):
-            style = {"color": f"C{i - 1}", "lw": 1.2} if i else {"color": "k", "lw": 2, "zorder": 9}
+        last = len(learn_ressim.COSTS[case])
+        for run in [f"{case}-climb", *shown]:
+            below = last - int(run[-1]) if "-only-" in run else 0  # 0: the finest level
+            style = {"color": f"C{below}", "lw": 1.2, "ls": "-" if below else "--"}
+            style |= {"color": "gray"} if run == "v1-1level" else {}
+            style = {"color": "k", "lw": 2, "zorder": 9} if "climb" in run else style
             for n, (seconds, returns) in enumerate(curves[run].values()):
                 ax.plot(seconds[1:], returns[1:], label=None if n else labels[run], **style)
         bottom = np.mean([returns[0] for _, returns in curves[f"{case}-climb"].values()])
@@ -51,20 +56,18 @@ def climb():
 
 
 def ressim():
-    """The runs with the paper's numbers, against simulation time, wall time and cost."""
-    figure, axes = plt.subplots(2, 3, figsize=(15, 9), sharey="row")
-    columns = {"sim_seconds": "simulation seconds", "wall_seconds": "wall seconds (one core)"}
-    columns |= {"cost": "cost (finest-level steps)"}
-    for row, (case, runs) in zip(axes, tables.PAPER.items()):
-        for ax, (column, label) in zip(row, columns.items()):
-            for i, (run, (name, *_)) in enumerate(runs.items()):
-                for n, seed in enumerate(tables.load_paper(case, run)):
-                    x, y = seed[column][1:], seed["eval_return"][1:]
-                    ax.plot(x, y, color=f"C{i}", lw=1.3, label=None if n else name)
-            ax.set(xscale="log", xlabel=label)
-            ax.grid(alpha=0.3)
-        row[0].set_ylabel(f"{TITLES[case]}: return on the evaluation fields, finest grid")
-        row[0].legend(fontsize=8)
+    """The runs with the paper's numbers against their cost."""
+    figure, axes = plt.subplots(1, 2, figsize=(13, 5))
+    for ax, (case, runs) in zip(axes, tables.PAPER.items()):
+        for i, (run, (name, *_)) in enumerate(runs.items()):
+            for n, seed in enumerate(tables.load_paper(case, run)):
+                x, y = seed["cost"][1:], seed["eval_return"][1:]
+                style = "-" if "+" in name else "--"
+                ax.plot(x, y, style, color=f"C{i}", lw=1.3, label=None if n else name)
+        ax.set(xscale="log", xlabel="cost (finest-level steps)", title=TITLES[case])
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes[0].set_ylabel("return on the evaluation fields, finest grid")
     return figure
 
 

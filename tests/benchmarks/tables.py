@@ -41,7 +41,9 @@ def spread(values, form):
     values = np.array(values, dtype=float)
     if np.isnan(values).any():
         return f"— ({np.isfinite(values).sum()} of {len(values)})"
-    return f"{values.mean():{form}}" + (f" ± {values.std():{form}}" if len(values) > 1 else "")
+    return f"{values.mean():{form}}" + (
+        f" ± {values.std(ddof=1):{form}}" if len(values) > 1 else ""
+    )
 
 
 # ------------------------------------------------------------------------------------ climb
@@ -128,7 +130,7 @@ def shortfall(case, curves):
 def climb():
     """Every case in a line: the climb, and the best of the single levels."""
     header = ["simulation", "finest level only", "s to 99 %", "climb", "s to 99 %"]
-    header += ["best coarse level only", "most behind the best single level", "seeds"]
+    header += ["best coarse level only; s to 99 %", "most behind the best single level", "seeds"]
     rows = []
     for case, title in TITLES.items():
         curves = recorded(case)
@@ -146,7 +148,8 @@ def climb():
         cells.append(spread(seconds_to(case, curves, finest, 0.99), ",.0f"))
         cells.append(f"**{spread(final(curves[up]), form)}**")
         cells.append(f"**{spread(seconds_to(case, curves, up, 0.99), ',.0f')}**")
-        cells.append(f"{methods(case)[best][:-5]}: {spread(final(curves[best]), form)}")
+        soon = spread(seconds_to(case, curves, best, 0.99), ",.0f")
+        cells.append(f"{methods(case)[best][:-5]}: {spread(final(curves[best]), form)}; {soon}")
         cells.append(f"{worst}ahead at {(behind <= 0).sum()} of 20")
         cells.append(", ".join(str(len(curves[run])) for run in (up, finest, best)))
         rows.append(cells)
@@ -156,10 +159,10 @@ def climb():
 def climb_case(case):
     """All ways of training on a case."""
     curves, form = recorded(case), ".4f" if case != "rod" else ".2f"
-    header = ["training", "last return", "s to 95 %", "s to 99 %", "s in all", "seeds"]
+    header = ["training", "run", "last return", "s to 95 %", "s to 99 %", "s in all", "seeds"]
     rows = []
     for run, seeds in curves.items():
-        cells = [methods(case)[run], spread(final(seeds), form)]
+        cells = [methods(case)[run], f"`{run}`", spread(final(seeds), form)]
         cells += [spread(seconds_to(case, curves, run, share), ",.0f") for share in (0.95, 0.99)]
         cells.append(f"{max(seconds[-1] for seconds, _ in seeds.values()):,.0f}")
         rows.append([*cells, ", ".join(seeds)])
@@ -210,11 +213,13 @@ def paper(case):
     single = next(iter(runs.values()))
     start = np.mean([seed["eval_return"][0] for seed in single])
     end = np.mean([seed["eval_return"][-3:].mean() for seed in single])
-    header = ["training", "last return", "best", "s to 95 %", "s to 99 %", "cost to 99 %"]
+    header = ["training", "run", "last return", "best", "measured s to 95 %", "s to 99 %"]
+    header += ["cost to 99 %", "iterations"]
     rows = []
     for run, seeds in runs.items():
         cells = [
             PAPER[case][run][0],
+            f"`{run}`",
             spread([seed["eval_return"][-3:].mean() for seed in seeds], ".4f"),
         ]
         cells.append(spread([seed["eval_return"].max() for seed in seeds], ".4f"))
@@ -224,7 +229,7 @@ def paper(case):
             cells.append(spread([first(curve, target) for curve in curves], ",.0f"))
         cells.append("/".join(f"{seed['iteration'][-1]:.0f}" for seed in seeds))
         rows.append(cells)
-    return markdown([*header, "iterations"], rows)
+    return markdown(header, rows)
 
 
 # ------------------------------------------------------------------------------------ ppo.py
