@@ -73,7 +73,7 @@ def ressim():
 
 def ppo():
     """Curves of ppo.py: mean of the seeds, and their range."""
-    names = tables.LADDER | tables.RECURRENT
+    names = {name: label for name, (label, _) in tables.LADDER.items()} | tables.RECURRENT
     groups = {"LunarLander-v3: the ladder": tables.LADDER}
     groups["CartPole-v1 without velocities"] = [*tables.RECURRENT][:3]
     figure, axes = plt.subplots(1, 3, figsize=(16, 4.2))
@@ -93,8 +93,8 @@ def ppo():
             ax.fill_between(steps / 1e6, *span, alpha=0.2, color=line.get_color())
         ax.set(title=title, xlabel="steps [millions]")
         ax.grid(alpha=0.3)
-        ax.legend()
-    axes[0].set(ylabel="return of the last 100 episodes", ylim=(-400, 300))
+        ax.legend(fontsize=8, loc="lower right" if title == "LunarLander-v3: the ladder" else None)
+    axes[0].set(ylabel="return of the last 100 episodes", ylim=(-600, 300))
     return figure
 
 

@@ -255,12 +255,12 @@ RECURRENT = {
     "CartPoleHidden-lstm-400k": "`--rnn lstm`",
 }
 LADDER = {
-    "ladder-1-vpg": "vanilla policy gradient",
-    "ladder-2-baseline": "with baseline",
-    "ladder-3-one-step": "one-step actor-critic",
-    "ladder-4-n-step": "n-step actor-critic",
-    "ladder-5-gae": "GAE",
-    "ladder-6-ppo": "PPO",
+    "ladder-1-vpg": ("vanilla policy gradient", "Â_t = Σ_k γ^k r_{t+k}, to the end of the rollout"),
+    "ladder-2-baseline": ("with baseline", "Â_t = Σ_k γ^k r_{t+k} − V(s_t)"),
+    "ladder-3-one-step": ("one-step actor-critic", "Â_t = δ_t = r_t + γ V(s_{t+1}) − V(s_t)"),
+    "ladder-4-n-step": ("n-step actor-critic", "few steps of reward, then V"),
+    "ladder-5-gae": ("GAE", "Â_t = δ_t + γλ Â_{t+1}"),
+    "ladder-6-ppo": ("PPO", "several steps per rollout, the ratio clipped"),
 }
 
 
@@ -299,7 +299,14 @@ def recurrent():
 
 def ladder():
     """From vanilla policy gradient to PPO on LunarLander-v3."""
-    return returns(LADDER, "rung")
+
+    def last(name):
+        if name is None:
+            return ["options", "what changes"]
+        options = learn_ppo.RUNS[name].removeprefix(learn_ppo.LANDER).strip()
+        return [f"`{options}`", LADDER[name][1]]
+
+    return returns({name: label for name, (label, _) in LADDER.items()}, "rung", last)
 
 
 # ------------------------------------------------------------------------------------ Atari, speed
