@@ -1440,6 +1440,7 @@ class Run(AbstractContextManager):
         tags = {"charts/SPS": row.get("sps")} | (tags or {})
         tags |= {f"charts/{name}": row.get(name) for name in CHARTS}
         tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
+        tags |= {f"costs/{name}": row.get(name) for name in ("sim_cost", *TIMES)}
         for tag, value in tags.items():
             if value is not None and math.isfinite(value):
                 self.events.add_scalar(tag, value, row["global_step"])
@@ -1454,6 +1455,7 @@ class Run(AbstractContextManager):
     def open_files(self):
         """Write config.json, open progress.csv and TensorBoard's file."""
         from torch.utils.tensorboard import SummaryWriter  # slow to import, only training needs it
+        from torch.utils.tensorboard.summary import hparams
 
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = {name: value for name, value in vars(self.args).items() if name not in NOT_KEPT}
@@ -1471,6 +1473,8 @@ class Run(AbstractContextManager):
         self.writer.writerows(self.history)
         self.events = SummaryWriter(str(self.run_dir), purge_step=self.counters["global_step"] + 1)
         self.stack.callback(self.events.close)
+        plain = {k: v if type(v) in (int, float) else str(v) for k, v in options.items()}
+        self.events.file_writer.add_summary(hparams(plain, {})[1])  # add_hparams makes a second run
         self.args.quiet or self.stack.callback(print, f"run folder: {self.run_dir}")
 
     def save(self, with_games=True):

@@ -8,6 +8,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_resume import train_until
 
 import ppo_multilevel as ml
@@ -202,6 +203,16 @@ def test_run_reports_level_and_checks(run):
     assert float(table[0]["check_return"]) > 0.4 and float(table[-1]["check_return"]) > 0.4
     costs = [float(row["sim_cost"]) for row in table]
     assert costs[-2] < 1600 <= costs[-1] and costs == sorted(costs)
+
+
+def test_run_tensorboard_costs(run):
+    """TensorBoard shows what a run has cost, and where an iteration's time went."""
+    events = EventAccumulator(str(run.run_dir)).Reload()
+    shown = {event.step: event.value for event in events.Scalars("costs/sim_cost")}
+    table = {int(row["global_step"]): float(row["sim_cost"]) for row in rows(run.run_dir)}
+    assert shown == pytest.approx(table)
+    for name in ("simulation_seconds", "policy_seconds", "update_seconds"):
+        assert len(events.Scalars(f"costs/{name}")) == len(table) - 1
 
 
 def test_every_step_is_charged_by_its_level(run):

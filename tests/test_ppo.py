@@ -434,6 +434,22 @@ def test_run_tensorboard(run):
     assert [event.value for event in values] == pytest.approx(expected)
 
 
+def test_run_tensorboard_options(run):
+    """TensorBoard's tab HParams has the options of config.json, in the run itself."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import metadata
+
+    events = EventAccumulator(str(run.run_dir)).Reload()
+    content = events.PluginTagToContent("hparams")[metadata.SESSION_START_INFO_TAG]
+    shown = metadata.parse_session_start_info_plugin_data(content).hparams
+    options = json.loads((run.run_dir / "config.json").read_text())["options"]
+    assert shown.keys() == options.keys()
+    assert shown["learning_rate"].number_value == options["learning_rate"] == 1e-3
+    assert shown["anneal_lr"].string_value == "True"
+    assert shown["hidden"].string_value == str(options["hidden"])
+    assert len(list(run.run_dir.rglob("events*"))) == 1
+
+
 @pytest.mark.parametrize("num_workers", ["0", "1", "2"])
 def test_same_seed_same_parameters(run, tmp_path, num_workers):
     """A seed gives bitwise the same parameters, with any number of workers and evaluations."""

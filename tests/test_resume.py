@@ -87,7 +87,7 @@ def log(run_dir):
         rows = list(csv.DictReader(file))
     rows = without_times(rows)
     events = EventAccumulator(str(run_dir)).Reload()
-    tags = set(events.Tags()["scalars"]) - {"charts/sps", "charts/SPS"}
+    tags = {tag for tag in events.Tags()["scalars"] if "SPS" not in tag and "costs/" not in tag}
     return rows, {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}
 
 
