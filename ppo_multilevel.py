@@ -1681,19 +1681,13 @@ def analyse(args):
     *coarser, finest = args.levels
     costs = dict(zip(args.levels, args.level_costs or measured_costs(args, model)))
     pairs = sorted({*zip(coarser, args.levels[1:]), *((level, finest) for level in coarser)})
-    plays, played, began = [*((level,) for level in args.levels), *pairs], {}, time.perf_counter()
-    for levels in plays:
-        played[levels] = play(model, levels, args, generator)
-        if len(played) == 1:  # the first one tells how long an episode is
-            steps = played[levels]["steps"]
-            policy = max(0, time.perf_counter() - began - steps * costs[levels[0]])
-            seconds = sum(steps * costs[level] + policy for level in itertools.chain(*plays))
-            each = f"{ROUNDS * args.num_envs} episodes of every level and pair"
-            print(f"{each}: about {seconds:.0f} s", flush=True)
+    print(f"{ROUNDS * args.num_envs} episodes of every level and pair", flush=True)
+    plays = [*((level,) for level in args.levels), *pairs]
+    played = {levels: play(model, levels, args, generator) for levels in plays}
     rows = [compare(costs, played, *pair) for pair in pairs]
-    rows.append({"level": finest, "step_ms": 1e3 * costs[finest]})
-    alone = mean_return(played[finest,]["returns"][0]).tolist()
-    rows[-1] |= dict(zip(("return", "return_error"), alone))
+    value, error = mean_return(played[finest,][0][0])
+    step_ms = 1e3 * costs[finest]
+    rows.append({"level": finest, "step_ms": step_ms, "return": value, "return_error": error})
     names = [name for name in rows[0] if not name.endswith("_error")]
     widths = [20 if f"{name}_error" in rows[0] else 9 for name in names]
     print("".join(name.rjust(width) for name, width in zip(names, widths)))
@@ -1709,9 +1703,7 @@ def analyse(args):
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    cut = sum(result["cut"] for result in played.values())
-    line = f"{cut} episodes cut off at {EVAL_STEPS:,} steps; " * (cut > 0)
-    print(f"{line}it took {time.perf_counter() - began:.0f} s; {path}")
+    print(f"table: {path}")
     return rows
 
 
@@ -1738,11 +1730,11 @@ def compare(costs, played, coarse, fine):
         rho = np.clip(fc / np.sqrt(ff * cc), -1, 1)
         return np.array([rho, (ff + cc - 2 * fc) / ff, *saving(rho, costs[fine], costs[coarse])])
 
-    alone = [mean_return(played[level,]["returns"][0]) for level in (coarse, fine)]
-    returns = played[coarse, fine]["returns"]  # (2, S, R)
+    alone = [mean_return(played[level,][0][0]) for level in (coarse, fine)]
+    returns, products = played[coarse, fine]  # (2, S, R), (3, S)
     f, c = returns - returns.mean(axis=2, keepdims=True)
     by_returns = jackknife(numbers, np.stack([f * f, c * c, f * c]).sum(axis=2))  # (2, 4)
-    by_rows = jackknife(numbers, played[coarse, fine]["products"])
+    by_rows = jackknife(numbers, products)
     smaller = by_rows if by_rows[0, 0] < by_returns[0, 0] else by_returns
     difference = returns[0] - returns[1]
     found = {"return": alone[0], "difference": mean_return(difference)}
@@ -1784,21 +1776,19 @@ def saving(rho, c_f, c_c):
 def verdict(row):
     """Return what to do with a level, by its pair with the finest."""
     rho = f"rho {shown(row, 'rho_return')}"
-    doubt = "(too few samples to believe it) " if row["kurtosis"] > 100 else ""
     if row["check"] > 1:
-        why = f"in pairs levels do not play as alone (check {row['check']:.1f})"
-        return f"no verdict: {why}, as with --coupling step"
+        return "no verdict: in pairs levels do not play as alone, as with --coupling step"
     if not math.isfinite(row["rho_return"]):
         return "no verdict: the policy's noise does not change the returns"
     if row["rho_return"] - row["rho_return_error"] > ENOUGH:
         bias = shown(row | {"difference": -row["difference"]}, "difference")
-        return f"{doubt}enough on its own, it sees what matters: {rho}, bias {bias}"
+        return f"enough on its own, it sees what matters: {rho}, bias {bias}"
     if row["saving"] > WORTH:
         text = f"saves {row['saving']:.1f} times with {row['ratio']:.0f} steps for one of level"
-        return f"{doubt}worth a correction: {text} {row['against']}; {rho}"
+        return f"worth a correction: {text} {row['against']}; {rho}"
     if row["rho_return"] > START:
-        return f"{doubt}good for a start, not to end on, and a correction hardly pays: {rho}"
-    return f"{doubt}drop it, it does not see what matters: {rho}"
+        return f"good for a start, not to end on, and a correction hardly pays: {rho}"
+    return f"drop it, it does not see what matters: {rho}"
 
 
 def shown(row, name):
@@ -1812,14 +1802,14 @@ def shown(row, name):
 def play(model, levels, args, generator):
     """Play ROUNDS · N whole episodes of a level, (l,), or of pairs, (coarse, fine), from S starts R
     times, each member to its own end; with --coupling step the partner takes over the fine state
-    before every step, and ends with it. Returns `returns` (members, S, R), fine before coarse;
-    `products` f², c², fc of advantages (3, S); the number of `steps`, and of episodes `cut`."""
+    before every step, and ends with it. Returns their returns (members, S, R), fine before coarse,
+    and products f², c², fc of advantages (3, S). After EVAL_STEPS episodes count as they are."""
     M, N, R = 2 * len(levels) - 1, args.num_envs, REPEATS if len(levels) > 1 else 1
     which = [2, 1] if len(levels) > 1 else [0]  # members, fine before coarse
     seeds = np.random.SeedSequence([args.seed, *levels]).generate_state(M * N).reshape(M, N)
     by_step = len(levels) > 1 and args.coupling == "step"
     paired = argparse.Namespace(**vars(args) | {"schedule": "together"})
-    returns, products, num_steps, cut = [], [], 0, 0
+    returns, products = [], []
     with closing(make_pool(paired, model, seeds, args.num_workers, levels)) as pool:
         arrays, act = pool.arrays, fast_act(model)
         games = [members(arrays)[m] for m in which]
@@ -1851,10 +1841,8 @@ def play(model, levels, args, generator):
             both, A = own.all(axis=0), np.stack(advantages)
             A = (A - A[:, both].mean(axis=1)[:, None, None]) * both
             products.append(np.stack([A[0] ** 2, A[-1] ** 2, A[0] * A[-1]]).sum(axis=1))  # (3, N)
-            num_steps, cut = num_steps + own[0].size, cut + int(going.any(axis=0).sum())
     returns = np.stack(returns, axis=-1).reshape(len(games), -1, R)
-    products = np.stack(products, axis=-1).reshape(3, -1, R).sum(axis=2)
-    return {"returns": returns, "products": products, "steps": num_steps, "cut": cut}
+    return returns, np.stack(products, axis=-1).reshape(3, -1, R).sum(axis=2)
 
 
 # ------------------------------------------------------------------------------------ reservoirs

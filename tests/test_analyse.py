@@ -126,8 +126,7 @@ def test_table_and_csv(tmp_path, capsys):
     words = ["--analyse", *SMALL, "--env", "envs:make", "--levels", "1", "2", "3", *costs]
     rows = ml.analyse(ml.parse_args([*words, "--log-dir", str(tmp_path)]))
     out = capsys.readouterr().out.splitlines()
-    # 500 steps alone on 1, 2, 3, in pairs on 1 2, 1 3, 2 3: 500 · (6 + 3 + 4 + 5) · 10 s.
-    assert out[0] == "50 episodes of every level and pair: about 90000 s"
+    assert out[0] == "50 episodes of every level and pair"
     assert out[1].split()[:4] == ["level", "against", "step_ms", "return"]
     assert [line.split()[:2] for line in out[2:5]] == [["1", "2"], ["1", "3"], ["2", "3"]]
     assert out[6].startswith("level 1: ") and out[7].startswith("level 2: ") and len(out) == 9
@@ -169,11 +168,12 @@ def test_run_dir(tmp_path, capsys):
     assert ml.analyse(args)[1]["return"] != trained[1]["return"]
 
 
-def test_endless_episodes(monkeypatch, tmp_path, capsys):
-    """An analysis ends, and says how many episodes it has cut."""
+def test_endless_episodes(monkeypatch, tmp_path):
+    """An analysis ends: episodes count as far as they went."""
+    whole = analysed(tmp_path, "--env", "envs:make")
     monkeypatch.setattr(ml, "EVAL_STEPS", 5)  # of the 10 of an episode
-    analysed(tmp_path, "--env", "envs:make")
-    assert "600 episodes cut off at 5 steps" in capsys.readouterr().out  # 200 of 1, of 2, of pairs
+    cut = analysed(tmp_path, "--env", "envs:make")
+    assert cut[1]["return"] != whole[1]["return"]
 
 
 @pytest.mark.parametrize("where", ["nan_reward", "step"])
@@ -189,11 +189,9 @@ def test_simulation_that_fails(monkeypatch, tmp_path, capsys, where):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ("--levels 2", ("--analyse", "--levels")),
         ("--levels 1 2 --level-costs 1 2", ("--level-costs",)),
         ("--levels 1 2 --eval nowhere", ("--analyse", "--eval")),
-        ("nowhere", ("--analyse", "nowhere")),
-        ("--env envs:make_cartpole --levels 1 2 --coupling step", ("--coupling", "map_from")),
+        ("nowhere", ("nowhere",)),
     ],
 )
 def test_wrong_options(tmp_path, capsys, options, words):
