@@ -65,7 +65,7 @@ def outcome(monkeypatch, capfd):
     0: it ran. 1: a game or a number went wrong on the way. 2: refused, with one line.
     """
 
-    def run(script, argv, named="argument -"):
+    def run(script, argv, named=""):
         monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *argv])
         capfd.readouterr()
         try:
