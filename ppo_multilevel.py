@@ -932,11 +932,9 @@ class Game:
     def get_state(self):
         """Return what `set_state` needs to go on as if nothing had happened, or None."""
         with suppress(Exception):  # whatever an env and its attributes raise
-            states = [self.seed, self.random]
-            for layer, kept in layers(self.env):
-                states.append(layer.get_state() if kept is None else kept)
+            states = [x.get_state() if kept is None else kept for x, kept in layers(self.env)]
+            state = pickle.dumps([self.seed, self.random, *states])
             # EzPickle keeps how an env was made, not where it is.
-            state = pickle.dumps(states)
             return None if b"_ezpickle_args" in state else state
 
     def set_state(self, state):
@@ -1055,8 +1053,7 @@ class Games:
                 game.record(*game.env.step(action)[:4])
             return
         self.busy = games[0], "step_batch"
-        results = envs[0].step_batch(envs, actions)
-        for game, *result in zip(games, *results, strict=True):
+        for game, *result in zip(games, *envs[0].step_batch(envs, actions), strict=True):
             self.busy = game, "step_batch"
             game.record(*result)
 

@@ -506,9 +506,9 @@ def test_taxi(tmp_path):
     assert 0 < history[-1]["entropy"] < math.log(6)
 
 
-def test_nested_masks_are_flattened():
-    """A 2-d MultiDiscrete's own masks are tuples of tuples of flags of different lengths."""
+def test_masks_are_flattened():
+    """A MultiDiscrete's own masks are tuples of flags of different lengths."""
     env = SimpleNamespace(action_space=MultiDiscrete([[2, 3], [2, 1]]))
-    mask = ((np.array([1, 0]), [1, 1, 0]), (np.array([0, 1]), (1,)))
+    mask = (np.array([1, 0]), [1, 1, 0], np.array([0, 1]), (1,))
     flags = ppo.action_mask(env, {"action_mask": mask})
     assert flags.tolist() == [1, 0, 1, 1, 0, 0, 1, 1]
