@@ -1494,9 +1494,9 @@ CHECK_SEED = 20_000  # so have those of a climb's checks
 EVAL_STEPS = 10_000  # an evaluation takes no more, to end always
 
 
-def make_eval_pool(args, model, episodes=None, **options):
+def make_eval_pool(args, model, **options):
     """Return the pool of evaluation games; its arrays are those of the only member, (E, ...)."""
-    seeds = EVAL_SEED + np.arange(episodes or args.eval_episodes)[np.newaxis]
+    seeds = EVAL_SEED + np.arange(args.eval_episodes)[np.newaxis]
     pool = make_pool(args, model, seeds, 0, [args.eval_level], evaluation=True, **options)
     pool.arrays = members(pool.arrays)[0]
     return pool
@@ -1532,7 +1532,12 @@ def evaluate_run(args):
     model, run_dir = make_model(args), Path(args.eval)
     model.load_state_dict(load_checkpoint(run_dir)["model"])
     generator = torch.Generator().manual_seed(EVAL_SEED) if args.sample else None
-    with closing(make_eval_pool(args, model)) as pool:
+    options = {"render_mode": "rgb_array"} if args.video else {}
+    with closing(make_eval_pool(args, model, **options)) as pool:
+        if args.video:  # the first game's
+            game = pool.games.games[0]
+            game.env = Camera(game.env)
+            game.env.path = str(run_dir / "video.mp4")
         returns, cut = evaluate(model, pool, generator)
         inputs = {name: pool.arrays[name][:1] for name in model.inputs if name != "starts"}
     count = f"{len(returns)} episodes" + f", {cut} cut off at {EVAL_STEPS:,} steps" * (cut > 0)
@@ -1541,14 +1546,6 @@ def evaluate_run(args):
         export_onnx(run_dir / "policy.onnx", model, inputs)
         print(f"policy: {run_dir / 'policy.onnx'}")
     if args.video:
-        try:
-            with closing(make_eval_pool(args, model, 1, render_mode="rgb_array")) as pool:
-                (game,) = pool.games.games
-                game.env = Camera(game.env)
-                game.env.path = str(run_dir / "video.mp4")
-                evaluate(model, pool, generator)
-        except Exception as error:
-            raise GameError(f"argument --video: no film of {args.env}: {one_line(error)}") from None
         print(f"video: {run_dir / 'video.mp4'}")
     return returns
 
@@ -2384,7 +2381,7 @@ def main():
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
-        if args and not isinstance(error, known):
+        if args and not args.eval and not isinstance(error, known):
             raise
         line = error if isinstance(error, GameError) else one_line(error)
         print(f"{Path(__file__).name}: error: {line}", file=sys.stderr)

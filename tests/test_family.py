@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LENGTHS = {"ppo": 1283, "ppo_atari": 1175, "ppo_multilevel": 2400}  # lines at most
+LENGTHS = {"ppo": 1276, "ppo_atari": 1172, "ppo_multilevel": 2393}  # lines at most
 SCRIPTS = list(LENGTHS)
 SECTIONS = (
     "options, train, rollout, GAE, losses, update, model, heads and normalisers, speed, games, "

@@ -106,19 +106,6 @@ def test_onnx_without_the_package(tmp_path, monkeypatch, capsys):
     assert "onnx" in line
 
 
-def test_onnx_of_an_env_without_pictures(tmp_path, monkeypatch, capsys):
-    """The policy is written all the same; then one line says that there is no film."""
-    run_dir = train(ppo, tmp_path, "--env", "envs:Quick-v0")  # no render_mode
-    words = ["ppo.py", "--eval", str(run_dir), "--video", "--export-onnx"]
-    monkeypatch.setattr(sys, "argv", words)
-    assert ppo.main() == 1
-    out, err = capsys.readouterr()
-    assert "±" in out and f"policy: {run_dir / 'policy.onnx'}" in out
-    assert err.count("\n") == 1 and "--video" in err
-    assert onnxruntime.InferenceSession(run_dir / "policy.onnx").get_inputs()[0].name == "obs"
-    assert not (run_dir / "video.mp4").exists()
-
-
 @pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=lambda script: script.__name__)
 def test_sampled_evaluation(script, tmp_path, capsys):
     """--sample plays the policy, not its mode: the same in each evaluation, other than the mode."""
