@@ -887,7 +887,7 @@ COLUMNS = [*COUNTERS, "sps", *CHARTS, *LOSSES]  # of progress.csv
 
 class Run(AbstractContextManager):
     """A run of `train`: its games (`pool`), counters, folder, logged rows (`history`), and the
-    `signal` that stopped it, or None. The end of the `with` block saves and closes everything."""
+    `signal` that stopped it, or None. Its end closes all, and saves if a game has failed."""
 
     iteration = property(lambda run: run.counters["iteration"])  # how many are complete
 
@@ -917,7 +917,7 @@ class Run(AbstractContextManager):
     def __exit__(self, kind, *_):
         with self.stack:
             if kind is GameError:
-                self.save(with_games=False)  # the last iteration is complete
+                self.save(with_games=False)
             if kind is KeyboardInterrupt:
                 report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
 
@@ -930,7 +930,7 @@ class Run(AbstractContextManager):
             raise KeyboardInterrupt
 
     def goes_on(self):
-        """Return whether there is another iteration, which begins now; at first start the games."""
+        """Start the games at first. Return whether another iteration begins now; if not, save."""
         if self.started is None:
             self.pool.call("start", self.states)
         if self.iteration == 0 and self.args.eval_every and not self.history:
@@ -1221,7 +1221,7 @@ def parse_with_run(parser, argv):
                     parser.error(f"argument --{name}: the run has {value}, which cannot change")
             make_model(args).load_state_dict(load_checkpoint(run_dir)["model"])
         except Exception as error:
-            parser.error(f"there is no run of this script in {run_dir}: {one_line(error)}")
+            parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
     torch.empty(0, device=None if args.device == "auto" else args.device)  # is there such a device?
     if args.device == "cuda" and num_ranks() > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
