@@ -48,7 +48,7 @@ import threading
 import time
 import traceback
 import warnings
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads keep cores from workers
@@ -236,9 +236,8 @@ def make_batch(buffer, model, args):
     batch = {name: buffer[name] for name in (*model.inputs, "actions", "logprobs", "values")}
     # PPO, Eq. (11): R_t = Â_t + V(s_t), the value function's target
     batch |= {"advantages": advantages, "returns": advantages + buffer["values"]}
-    return (
-        batch if "state" in model.inputs else {name: c.flatten(0, 1) for name, c in batch.items()}
-    )
+    sequences = "state" in model.inputs  # a recurrent policy needs them whole
+    return batch if sequences else {name: c.flatten(0, 1) for name, c in batch.items()}
 
 
 def explained_variance(batch):
@@ -274,6 +273,7 @@ def update(model, optimizer, batch, args, generator):
     seen, B = [], args.num_minibatches
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     axis = batch["advantages"].dim() - 1  # of the rows; (T, N): a row is a game's whole sequence
+    own = (*[slice(None)] * axis, slice(rank(), None, num_ranks()))  # rows of this rank
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
     for epoch in range(args.update_epochs):
@@ -284,7 +284,8 @@ def update(model, optimizer, batch, args, generator):
             mb = {name: chunks[i] for name, chunks in shuffled.items()}
             if args.norm_adv == "minibatch":
                 mb["advantages"] = normalised(mb["advantages"])
-            *terms, logratio = losses(model, own_rows(mb, axis), args.clip_coef, args.clip_vloss)
+            mb = {name: column[own] for name, column in mb.items()}
+            *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
             pg_loss, v_loss, entropy = [term.mean() for term in terms]
             ratio = logratio.exp()
             approx_kl = (ratio - 1 - logratio).mean()  # estimates KL(π_old, π) without bias, ≥ 0
@@ -644,16 +645,12 @@ def to_env(action, space):
 def action_mask(env, info):
     """Return the flags of allowed options, choice after choice; ValueError if a choice has none."""
     mask = info["action_mask"] if "action_mask" in info else env.get_wrapper_attr("action_masks")()
-    options, mask = num_options(env.action_space), flat(mask).astype(bool)
+    mask = np.concatenate(mask, axis=None) if isinstance(mask, tuple) else np.ravel(mask)
+    options, mask = num_options(env.action_space), mask.astype(bool)
     choices = np.cumsum([0, *options[:-1]])
     if len(mask) != sum(options) or not np.logical_or.reduceat(mask, choices).all():
         raise ValueError(f"action mask {mask}: not {sum(options)} flags, or no action is allowed")
     return mask
-
-
-def flat(mask):
-    """Return a mask, an array or nested tuples of arrays, as a vector."""
-    return np.concatenate([*map(flat, mask)]) if isinstance(mask, tuple) else np.ravel(mask)
 
 
 class Game:
@@ -728,10 +725,7 @@ class Games:
     """The games of one worker, those in `rows` of all N."""
 
     def __init__(self, args, seeds, rows, arrays, **options):
-        try:
-            self.games = [Game(args, n, int(seeds[n]), arrays, **options) for n in rows]
-        except (Exception, SystemExit) as error:
-            raise game_error("a game cannot be made", error) from None
+        self.games = [Game(args, n, int(seeds[n]), arrays, **options) for n in rows]
 
     def call(self, command, *arguments):
         """Have one game after the other carry out a command. Returns their answers."""
@@ -740,7 +734,8 @@ class Games:
             for game in self.games:
                 answers.append(getattr(game, command)(*arguments))
         except (Exception, SystemExit) as error:
-            raise game_error(f"{game.name} (seed {game.seed}) failed in {command}", error) from None
+            what = f"{game.name} (seed {game.seed}) failed in {command}: {one_line(error)}"
+            raise GameError(f"{what}\n{traceback.format_exc()}") from None
         return answers
 
 
@@ -766,12 +761,7 @@ def make_pool(args, model, seeds, num_workers, **options):
 
 # ------------------------------------------------------------------------------------ worker pool
 class GameError(RuntimeError):
-    """A game or a worker process failed; the first line of the message says which and how."""
-
-
-def game_error(what, error):
-    """Return the GameError for an exception, while it is handled: a line, and its traceback."""
-    return GameError(f"{what}: {one_line(error)}\n{traceback.format_exc()}")
+    """A game or a worker failed: a line that says which and how, then the game's own traceback."""
 
 
 class WorkerPool:
@@ -840,8 +830,8 @@ def work(pipe, make_games, rows, shared):
             pipe.send(games.call(command, *arguments))
     except BaseException as error:  # also what would end a process without a word
         with suppress(OSError):  # the parent is gone
-            known = isinstance(error, GameError)
-            pipe.send(error if known else game_error("a worker failed", error))
+            message = f"a worker failed: {one_line(error)}\n{traceback.format_exc()}"
+            pipe.send(error if isinstance(error, GameError) else GameError(message))
 
 
 # ------------------------------------------------------------------------------------ ranks
@@ -863,12 +853,6 @@ def report(message):
     """Print a message, once for all ranks."""
     if rank() == 0:
         print(message, file=sys.stderr, flush=True)
-
-
-def own_rows(minibatch, axis=0):
-    """Return this rank's share of a minibatch's rows: every num_ranks-th."""
-    share = (*[slice(None)] * axis, slice(rank(), None, num_ranks()))
-    return {name: column[share] for name, column in minibatch.items()}
 
 
 def gathered(buffer):
@@ -907,14 +891,9 @@ COLUMNS = [*COUNTERS, "sps", *CHARTS, *LOSSES]  # of progress.csv
 
 class Run(AbstractContextManager):
     """A run of `train`: its games (`pool`), counters, folder, logged rows (`history`), and the
-    `signal` that stopped it, or None. The end of the `with` block saves and closes everything."""
+    `signal` that stopped it, or None. Its end closes all, and saves if a game has failed."""
 
     iteration = property(lambda run: run.counters["iteration"])  # how many are complete
-
-    @functools.cached_property
-    def eval_pool(self):
-        """The pool of evaluation games, made for the first evaluation."""
-        return self.stack.enter_context(closing(make_eval_pool(self.args, self.model)))
 
     def __init__(self, args, model, optimizer, generator):
         self.args, self.model, self.optimizer, self.generator = args, model, optimizer, generator
@@ -932,6 +911,8 @@ class Run(AbstractContextManager):
             pool = make_pool(args, model, seeds, args.num_workers)
             self.pool = self.stack.enter_context(closing(pool))
             if rank() == 0:
+                if args.eval_every:
+                    self.eval_pool = self.stack.enter_context(closing(make_eval_pool(args, model)))
                 self.open_files()
             for name, array in arrays.items():
                 self.pool.arrays[name][:] = array
@@ -939,12 +920,8 @@ class Run(AbstractContextManager):
 
     def __exit__(self, kind, *_):
         with self.stack:
-            try:
-                if kind is GameError or kind is None and self.saved != self.iteration:
-                    self.save(with_games=kind is None)  # the last iteration is complete
-            except GameError:  # a worker has died meanwhile
+            if kind is GameError:
                 self.save(with_games=False)
-                raise
             if kind is KeyboardInterrupt:
                 report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
 
@@ -957,7 +934,7 @@ class Run(AbstractContextManager):
             raise KeyboardInterrupt
 
     def goes_on(self):
-        """Return whether there is another iteration, which begins now; at first start the games."""
+        """Start the games at first. Return whether another iteration begins now; if not, save."""
         if self.started is None:
             self.pool.call("start", self.states)
         if self.iteration == 0 and self.args.eval_every and not self.history:
@@ -965,7 +942,10 @@ class Run(AbstractContextManager):
         self.started = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
         self.signal = agreed or self.signal
-        return self.iteration < self.args.num_iterations and not agreed
+        going = self.iteration < self.args.num_iterations and not agreed
+        if not going and self.saved != self.iteration:
+            self.save()
+        return going
 
     def end_iteration(self, row, episodes, tags=None, **counts):
         """Add up the `counts`, log the row and the episodes' (return, length), save at times."""
@@ -1224,39 +1204,33 @@ def parse_args(argv=None):
     """Parse and check the command line (default: the program's)."""
     parser = make_parser()
     args = parse_with_run(parser, argv)
-    with option_error(parser, "--env"), closing(make_env(args.env)) as env:
+    with closing(make_env(args.env)) as env:
         info, has_masks = env.reset()[1], num_options(env.action_space) != []
         has_masks &= "action_mask" in info or env.has_wrapper_attr("action_masks")
         args.action_masks = has_masks if args.action_masks is None else args.action_masks
-        if args.action_masks:
-            action_mask(env, info)
     if args.rnn:  # minibatches of whole sequences
         check_rows(parser, args, args.num_envs, "games (--num-envs) of a recurrent policy")
     rows = args.num_envs * args.num_steps
     check_rows(parser, args, rows)
     if args.total_timesteps or args.num_iterations is None:
         args.num_iterations = max(1, (args.total_timesteps or 500_000) // rows)
-    if args.adaptive_lr and args.update_epochs * args.num_minibatches == 1:
-        parser.error("argument --adaptive-lr: a single step per rollout always starts at KL 0")
     return args
 
 
 def parse_with_run(parser, argv):
     """Parse argv; with --resume or --eval that run's options are the defaults, and most stay."""
     args = parser.parse_args(argv)
-    run_dir, option = args.resume or args.eval, "--resume" if args.resume else "--eval"
     if not args.eval and (args.sample or args.video or args.export_onnx):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if args.eval and num_ranks() > 1:
         parser.error("argument --eval: takes one process, not torchrun")
     if args.export_onnx:
-        with option_error(parser, "--export-onnx"):
-            import onnx  # noqa: F401, torch needs it for that
-    if run_dir:
-        with option_error(parser, option):
+        import onnx  # noqa: F401, torch needs it for that
+    if run_dir := args.resume or args.eval:
+        try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
             if options.keys() != vars(args).keys() - NOT_KEPT:
-                raise ValueError(f"{run_dir} is of another script, or its config.json is damaged")
+                raise ValueError("its options are not those of this script")
             if args.total_timesteps or args.num_iterations:
                 options |= {"total_timesteps": None, "num_iterations": None}
             parser.set_defaults(**options)
@@ -1266,14 +1240,15 @@ def parse_with_run(parser, argv):
                     name = name.replace("_", "-")
                     parser.error(f"argument --{name}: the run has {value}, which cannot change")
             make_model(args).load_state_dict(load_checkpoint(run_dir)["model"])
-    with option_error(parser, "--device"):
-        torch.empty(0, device=None if args.device == "auto" else args.device)
-        if args.device == "cuda" and num_ranks() > 1:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    with option_error(parser, "--log-dir, --run-name"):
-        run_dir or Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-        if rank() == 0 and not run_dir and (path := run_path(args)).exists():
-            raise ValueError(f"{path} is there already")
+        except Exception as error:
+            parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
+    torch.empty(0, device=None if args.device == "auto" else args.device)  # is there such a device?
+    if args.device == "cuda" and num_ranks() > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not run_dir:
+        Path(args.log_dir).mkdir(parents=True, exist_ok=True)
+        if rank() == 0 and (path := run_path(args)).exists():
+            parser.error(f"argument --run-name: {path} is there already")
     return args
 
 
@@ -1286,15 +1261,6 @@ def check_rows(parser, args, num_rows, rows="rows"):
         parser.error(f"argument --num-{option}: {problem}")
     if rows == "rows" and num_rows == {"minibatch": B, "batch": 1}.get(args.norm_adv):
         parser.error(f"argument --num-minibatches: --norm-adv {args.norm_adv} needs 2 rows")
-
-
-@contextmanager
-def option_error(parser, option):
-    """Turn any exception into the one-line error of this option."""
-    try:
-        yield
-    except Exception as error:
-        parser.error(f"argument {option}: {one_line(error)}")
 
 
 def one_line(error):
@@ -1318,7 +1284,7 @@ def main():
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
-        if args and not isinstance(error, known):
+        if args and not args.eval and not isinstance(error, known):
             raise
         line = error if isinstance(error, GameError) else one_line(error)
         print(f"{Path(__file__).name}: error: {line}", file=sys.stderr)

@@ -33,7 +33,6 @@ import argparse
 import csv
 import ctypes
 import datetime
-import difflib
 import functools
 import io
 import json
@@ -51,7 +50,7 @@ import threading
 import time
 import traceback
 import warnings
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from pathlib import Path
 
 import cv2
@@ -282,6 +281,7 @@ def update(model, optimizer, batch, args, clip_coef, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     seen, B = [], args.num_minibatches
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    own = slice(rank(), None, num_ranks())  # a minibatch's rows of this rank
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
     for _ in range(args.update_epochs):
@@ -290,7 +290,7 @@ def update(model, optimizer, batch, args, clip_coef, generator):
             mb = {name: column[mb_rows] for name, column in batch.items()}
             if args.norm_adv == "minibatch":
                 mb["advantages"] = normalised(mb["advantages"])
-            mb = own_rows(mb)
+            mb = {name: column[own] for name, column in mb.items()}
             *terms, logratio = losses(model, mb, clip_coef, args.clip_vloss)
             pg_loss, v_loss, entropy = [term.mean() for term in terms]
             ratio = logratio.exp()
@@ -473,20 +473,13 @@ def keep_freed_memory():
 
 # ------------------------------------------------------------------------------------ games
 def game_name(name):
-    """Return a game's short name: `BreakoutNoFrameskip-v4`, `ALE/Breakout-v5` → `Breakout`. Raises
-    ArgumentTypeError with the nearest names if there is no such game."""
+    """Return a game's short name: `BreakoutNoFrameskip-v4`, `ALE/Breakout-v5` → `Breakout`."""
     import ale_py
 
     gym.register_envs(ale_py)
     games = [id[4:-3] for id in gym.registry if re.fullmatch(r"ALE/.*-v5", id)]
-    games = {game.lower(): game for game in games}
-    game = re.sub(r"^ALE/|(NoFrameskip|Deterministic)?-v\d+$", "", name).lower()
-    if game not in games:
-        nearest = difflib.get_close_matches(game, games, cutoff=0)
-        nearest = ", ".join(games[name] for name in nearest)
-        text = f"there is no Atari game '{name}'; the nearest names are {nearest}"
-        raise argparse.ArgumentTypeError(text)
-    return games[game]
+    game = re.sub(r"^ALE/|(NoFrameskip|Deterministic)?-v\d+$", "", name)
+    return next((known for known in games if known.lower() == game.lower()), game)
 
 
 def make_env(env_id, sticky_actions=0.0, full_action_space=False, render_mode=None):
@@ -621,10 +614,7 @@ class Games:
         own = slice(rows[0], rows[-1] + 1)
         self.arrays = {name: array[own] for name, array in arrays.items() if name[0] != "*"}
         self.model, self.buffer = model, shared_buffer(arrays, own)
-        try:
-            self.games = [Game(args, n, int(seeds[n]), arrays, **options) for n in rows]
-        except (Exception, SystemExit) as error:
-            raise game_error("a game cannot be made", error) from None
+        self.games = [Game(args, n, int(seeds[n]), arrays, **options) for n in rows]
 
     def call(self, command, *arguments):
         """Have one game after the other carry out a command. Returns their answers."""
@@ -636,7 +626,8 @@ class Games:
             for game in self.games:
                 answers.append(getattr(game, command)(*arguments))
         except (Exception, SystemExit) as error:
-            raise game_error(f"{game.name} (seed {game.seed}) failed in {command}", error) from None
+            what = f"{game.name} (seed {game.seed}) failed in {command}: {one_line(error)}"
+            raise GameError(f"{what}\n{traceback.format_exc()}") from None
         return answers
 
 
@@ -668,12 +659,7 @@ def make_pool(args, model, seeds, num_workers, num_steps=None, **options):
 
 # ------------------------------------------------------------------------------------ worker pool
 class GameError(RuntimeError):
-    """A game or a worker process failed; the first line of the message says which and how."""
-
-
-def game_error(what, error):
-    """Return the GameError for an exception, while it is handled: a line, and its traceback."""
-    return GameError(f"{what}: {one_line(error)}\n{traceback.format_exc()}")
+    """A game or a worker failed: a line that says which and how, then the game's own traceback."""
 
 
 class WorkerPool:
@@ -742,8 +728,8 @@ def work(pipe, make_games, rows, shared):
             pipe.send(games.call(command, *arguments))
     except BaseException as error:  # also what would end a process without a word
         with suppress(OSError):  # the parent is gone
-            known = isinstance(error, GameError)
-            pipe.send(error if known else game_error("a worker failed", error))
+            message = f"a worker failed: {one_line(error)}\n{traceback.format_exc()}"
+            pipe.send(error if isinstance(error, GameError) else GameError(message))
 
 
 # ------------------------------------------------------------------------------------ ranks
@@ -765,12 +751,6 @@ def report(message):
     """Print a message, once for all ranks."""
     if rank() == 0:
         print(message, file=sys.stderr, flush=True)
-
-
-def own_rows(minibatch, axis=0):
-    """Return this rank's share of a minibatch's rows: every num_ranks-th."""
-    share = (*[slice(None)] * axis, slice(rank(), None, num_ranks()))
-    return {name: column[share] for name, column in minibatch.items()}
 
 
 def gathered(buffer):
@@ -809,14 +789,9 @@ COLUMNS = [*COUNTERS, "sps", *CHARTS, *LOSSES]  # of progress.csv
 
 class Run(AbstractContextManager):
     """A run of `train`: its games (`pool`), counters, folder, logged rows (`history`), and the
-    `signal` that stopped it, or None. The end of the `with` block saves and closes everything."""
+    `signal` that stopped it, or None. Its end closes all, and saves if a game has failed."""
 
     iteration = property(lambda run: run.counters["iteration"])  # how many are complete
-
-    @functools.cached_property
-    def eval_pool(self):
-        """The pool of evaluation games, made for the first evaluation."""
-        return self.stack.enter_context(closing(make_eval_pool(self.args, self.model)))
 
     def __init__(self, args, model, optimizer, generator):
         self.args, self.model, self.optimizer, self.generator = args, model, optimizer, generator
@@ -834,6 +809,8 @@ class Run(AbstractContextManager):
             pool = make_pool(args, model, seeds, args.num_workers)
             self.pool = self.stack.enter_context(closing(pool))
             if rank() == 0:
+                if args.eval_every:
+                    self.eval_pool = self.stack.enter_context(closing(make_eval_pool(args, model)))
                 self.open_files()
             for name, array in arrays.items():
                 self.pool.arrays[name][:] = array
@@ -841,12 +818,8 @@ class Run(AbstractContextManager):
 
     def __exit__(self, kind, *_):
         with self.stack:
-            try:
-                if kind is GameError or kind is None and self.saved != self.iteration:
-                    self.save(with_games=kind is None)  # the last iteration is complete
-            except GameError:  # a worker has died meanwhile
+            if kind is GameError:
                 self.save(with_games=False)
-                raise
             if kind is KeyboardInterrupt:
                 report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
 
@@ -859,7 +832,7 @@ class Run(AbstractContextManager):
             raise KeyboardInterrupt
 
     def goes_on(self):
-        """Return whether there is another iteration, which begins now; at first start the games."""
+        """Start the games at first. Return whether another iteration begins now; if not, save."""
         if self.started is None:
             self.pool.call("start", self.states)
         if self.iteration == 0 and self.args.eval_every and not self.history:
@@ -867,7 +840,10 @@ class Run(AbstractContextManager):
         self.started = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
         self.signal = agreed or self.signal
-        return self.iteration < self.args.num_iterations and not agreed
+        going = self.iteration < self.args.num_iterations and not agreed
+        if not going and self.saved != self.iteration:
+            self.save()
+        return going
 
     def end_iteration(self, row, episodes, tags=None, **counts):
         """Add up the `counts`, log the row and the episodes' (return, length), save at times."""
@@ -1127,34 +1103,30 @@ def parse_args(argv=None):
     """Parse and check the command line (default: the program's)."""
     parser = make_parser()
     args = parse_with_run(parser, argv)
-    with option_error(parser, "--env"):
-        make_env(args.env).close()
+    make_env(args.env).close()  # does it exist?
     rows = args.num_envs * args.num_steps
     check_rows(parser, args, rows)
     if args.total_timesteps or args.num_iterations is None:
         args.num_iterations = max(1, (args.total_timesteps or 10_000_000) // rows)
     if args.compile and not args.eval:
-        with option_error(parser, "--compile"):
-            torch.compile(lambda x: x + 1)(torch.zeros(1))  # needs a C++ compiler
+        torch.compile(lambda x: x + 1)(torch.zeros(1))  # needs a C++ compiler
     return args
 
 
 def parse_with_run(parser, argv):
     """Parse argv; with --resume or --eval that run's options are the defaults, and most stay."""
     args = parser.parse_args(argv)
-    run_dir, option = args.resume or args.eval, "--resume" if args.resume else "--eval"
     if not args.eval and (args.sample or args.video or args.export_onnx):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if args.eval and num_ranks() > 1:
         parser.error("argument --eval: takes one process, not torchrun")
     if args.export_onnx:
-        with option_error(parser, "--export-onnx"):
-            import onnx  # noqa: F401, torch needs it for that
-    if run_dir:
-        with option_error(parser, option):
+        import onnx  # noqa: F401, torch needs it for that
+    if run_dir := args.resume or args.eval:
+        try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
             if options.keys() != vars(args).keys() - NOT_KEPT:
-                raise ValueError(f"{run_dir} is of another script, or its config.json is damaged")
+                raise ValueError("its options are not those of this script")
             if args.total_timesteps or args.num_iterations:
                 options |= {"total_timesteps": None, "num_iterations": None}
             parser.set_defaults(**options)
@@ -1164,14 +1136,15 @@ def parse_with_run(parser, argv):
                     name = name.replace("_", "-")
                     parser.error(f"argument --{name}: the run has {value}, which cannot change")
             make_model(args).load_state_dict(load_checkpoint(run_dir)["model"])
-    with option_error(parser, "--device"):
-        torch.empty(0, device=None if args.device == "auto" else args.device)
-        if args.device == "cuda" and num_ranks() > 1:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    with option_error(parser, "--log-dir, --run-name"):
-        run_dir or Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-        if rank() == 0 and not run_dir and (path := run_path(args)).exists():
-            raise ValueError(f"{path} is there already")
+        except Exception as error:
+            parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
+    torch.empty(0, device=None if args.device == "auto" else args.device)  # is there such a device?
+    if args.device == "cuda" and num_ranks() > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not run_dir:
+        Path(args.log_dir).mkdir(parents=True, exist_ok=True)
+        if rank() == 0 and (path := run_path(args)).exists():
+            parser.error(f"argument --run-name: {path} is there already")
     return args
 
 
@@ -1184,15 +1157,6 @@ def check_rows(parser, args, num_rows, rows="rows"):
         parser.error(f"argument --num-{option}: {problem}")
     if rows == "rows" and num_rows == {"minibatch": B, "batch": 1}.get(args.norm_adv):
         parser.error(f"argument --num-minibatches: --norm-adv {args.norm_adv} needs 2 rows")
-
-
-@contextmanager
-def option_error(parser, option):
-    """Turn any exception into the one-line error of this option."""
-    try:
-        yield
-    except Exception as error:
-        parser.error(f"argument {option}: {one_line(error)}")
 
 
 def one_line(error):
@@ -1216,7 +1180,7 @@ def main():
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
-        if args and not isinstance(error, known):
+        if args and not args.eval and not isinstance(error, known):
             raise
         line = error if isinstance(error, GameError) else one_line(error)
         print(f"{Path(__file__).name}: error: {line}", file=sys.stderr)

@@ -103,8 +103,7 @@ def make_parser():
     add_network_options(parser)
     option = functools.partial(add_option, parser.add_argument_group("ppo_multilevel.py"))
     positive = number(float, 1e-300)
-    text = f"{', '.join(CASES)}, path/to/file.py:make or package.module:make"
-    option("--env", str, "ResSim-v1", text)
+    option("--env", str, "ResSim-v1", f"{', '.join(CASES)}, file.py:make or package.module:make")
     text = "climb: one level at a time; together: all in every iteration; None: climb, if several"
     option("--schedule", str, None, text, choices=("climb", "together"))
     text = "those to use, coarse to fine; None: a built-in simulation's (together: two)"
@@ -112,14 +111,13 @@ def make_parser():
     text = "T^l, steps per actor and iteration, one or one per level; of together also 'T auto': "
     text += "T on the coarsest level, the rest by costs and variances"
     option("--num-steps", or_auto(number(int, 1)), None, text, nargs="+")
-    text = "β, weight of the correction by coarse partners; 1: Algorithm 4; auto: is measured"
+    text = "β, weight of coarse levels and partners; 1: Algorithm 4; auto: is measured"
     option("--control", or_auto(number(float, 0, 1)), "auto", text)
     text = "length of the run in steps of the finest level, a coarser step counts less by its cost"
     option("--total-cost", positive, None, text)
     text = "seconds of a step on each level, all workers together, and of an update; None: measured"
     option("--level-costs", positive, None, text, nargs="+")
-    text = "episodes of a check, which tells a climb what the policy is worth on the finest level"
-    option("--check-episodes", number(int, 2, 100_000), 16, text)
+    option("--check-episodes", number(int, 2, 100_000), 16, "of each check of a climb")
     text = "no training: print which levels pay, by this run's policy or else by the initial one"
     option("--analyse", str, None, text, nargs="?", const="", metavar="RUN_DIR")
     option("--eval-level", number(int, 1), None, "level of evaluations, if not the last")
@@ -271,7 +269,8 @@ def rollout(model, pool, level, T, args, generator):
         for which, arrays in enumerate(pair):
             for name in STEP_RESULTS:  # what came of it
                 buffers[which][name][t] = arrays[name]
-        episodes += ended_episodes(pair[0])
+        ends = (pair[0][name][pair[0]["ended"]] for name in ("episode_return", "episode_length"))
+        episodes += zip(*(column.tolist() for column in ends), strict=True)
     levels = args.levels[level], args.levels[max(level - 1, 0)]
     buffers = [gathered(finish(model, *which)) for which in zip(buffers, levels)]
     return buffers, sum(gathered_objects(episodes), [])
@@ -357,10 +356,10 @@ class Plan(NamedTuple):
 
 
 def signed_weights(num_steps, num_envs, num_minibatches, controls):
-    """Return a minibatch's weights, rows as `minibatches` gives them: the mean of the weighted rows
-    is the telescoping sum. With S = the number of rows and b_l = β_{l+1} β_{l+2} ... β_L, a row of
-    level l's own games weighs +S b_l / M^l, one of its partners −S β_l b_l / M^l; all β = 1 is ML,
-    Algorithm 4, line 16. One level alone has weights of 1."""
+    """Return a minibatch's weights, rows as `minibatches` gives them: the mean of the S weighted
+    rows is the telescoping sum. With control variates E ℓ^L = E[ℓ^L − β_L ℓ̃^{L−1}] + β_L E ℓ^{L−1},
+    and so on down, for any β. So with b_l = β_{l+1} ... β_L a row of level l's own games weighs
+    +S b_l / M^l, one of its partners −S β_l b_l / M^l; all β = 1: ML, Algorithm 4, line 16."""
     sizes = [num_envs * T // num_minibatches for T in num_steps]  # M^l
     total, weights = 2 * sum(sizes) - sizes[0], []
     for l, M in enumerate(sizes):  # noqa: E741, the paper's l
@@ -389,7 +388,8 @@ def update(model, optimizer, batch, plan, args, generator):
     seen, num_steps = [], plan.num_steps
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     weights = signed_weights(num_steps, args.num_envs, args.num_minibatches, plan.controls)
-    weights = weights.to(batch["obs"].device)[rank() :: num_ranks()]  # of `own_rows`
+    own = slice(rank(), None, num_ranks())  # a minibatch's rows of this rank
+    weights = weights.to(batch["obs"].device)[own]
     # Literally, a partner's row is +min(r Ã, clip(r) Ã): its ratio may take the sum to −∞. Bounded,
     # it is −min(−r Ã, −clip(r) Ã), PPO's bound for −Ã, with the same gradient at π_old; and the
     # value function fits the rows of positive weight.
@@ -405,7 +405,7 @@ def update(model, optimizer, batch, plan, args, generator):
             mb = {name: column[mb_rows] for name, column in batch.items()}
             if args.norm_adv == "minibatch":
                 mb["advantages"] = normalised(mb["advantages"], coarsest)
-            mb = own_rows(mb)
+            mb = {name: column[own] for name, column in mb.items()}
             if bounded:  # so that min(·) sees the signed advantage; its own weight is 1 then
                 mb["advantages"] = weights * mb["advantages"]
             *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
@@ -494,12 +494,13 @@ class Climb:
     productive if the best check has risen by more than ERRORS standard errors of the difference.
     Then the run stays; but once a window on the next level costs at most a SHARE of the time since
     the last trial, it is tried, and kept if it gives more per second. After a window that was not
-    productive the last cheaper level that was, else this one, has a last chance, for what the next
-    level would cost: the run stays there if it is productive, else goes up, always from the best
+    productive the nearest cheaper level that has been (this one, if no cheaper has) gets one last
+    chance, as long as the next level's window: the run stays there if it is productive, else goes
+    up. A used chance returns with the next productive window. Changes of level start from the best
     parameters. Time is counted by --level-costs."""
 
     ERRORS, SHARE = 1.5, 0.25
-    CHECKS = 6  # training between two checks takes at least as long as so many checks
+    CHECKS = 6  # a check is due after training as long as so many checks, or at a window's end
     ITERATIONS, PART = 5, 0.2  # a window's least length: iterations, part of the time so far
 
     def __init__(self, args):
@@ -850,9 +851,6 @@ def make_env(env_id, level, **options):
     env = make(level=level, **options)
     if not isinstance(env, gym.Env):
         raise ValueError(f"{env_id} returned {env!r}, which is no Gymnasium env")
-    if isinstance(env, (gym.ObservationWrapper, gym.ActionWrapper)):
-        if hasattr(env.unwrapped, "map_from"):
-            raise ValueError(f"{env} hides psi and phi: do there what the wrapper does")
     space = env.observation_space
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         raise ValueError(f"not supported: observation space {space}")
@@ -917,8 +915,7 @@ class Game:
         """Write what came of a step, and start the next episode if it ended this one."""
         a, n, flags = self.arrays, self.n, (True, False)
         if terminated not in flags or truncated not in flags or getattr(reward, "shape", ()):
-            results = f"reward {reward!r}, terminated {terminated!r}, truncated {truncated!r}"
-            raise ValueError(f"{results}: a number and two flags are due")
+            raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
         self.show("next_obs", obs)
         going = not a["ended"][n]  # after the step before
         a["episode_return"][n] = a["episode_return"][n] * going + reward
@@ -941,11 +938,9 @@ class Game:
     def get_state(self):
         """Return what `set_state` needs to go on as if nothing had happened, or None."""
         with suppress(Exception):  # whatever an env and its attributes raise
-            states = [self.seed, self.random]
-            for layer, kept in layers(self.env):
-                states.append(layer.get_state() if kept is None else kept)
+            states = [x.get_state() if kept is None else kept for x, kept in layers(self.env)]
+            state = pickle.dumps([self.seed, self.random, *states])
             # EzPickle keeps how an env was made, not where it is.
-            state = pickle.dumps(states)
             return None if b"_ezpickle_args" in state else state
 
     def set_state(self, state):
@@ -973,14 +968,11 @@ class Games:
 
     def __init__(self, args, levels, seeds, rows, arrays, **options):
         self.rows, self.arrays, self.members = slice(rows[0], rows[-1] + 1), members(arrays), []
-        try:
-            for m, member in enumerate(self.arrays):
-                level = levels[m // 2]  # member 2l − 1 is one level below member 2l
-                games = [(args, level, n, int(seeds[m][n]), member) for n in rows]
-                games = [] if m % 2 and args.schedule == "climb" else games  # one level at a time
-                self.members.append([Game(*game, **options) for game in games])
-        except (Exception, SystemExit) as error:
-            raise game_error("a game cannot be made", error) from None
+        for m, member in enumerate(self.arrays):
+            level = levels[m // 2]  # member 2l − 1 is one level below member 2l
+            games = [(args, level, n, int(seeds[m][n]), member) for n in rows]
+            games = [] if m % 2 and args.schedule == "climb" else games  # one level at a time
+            self.members.append([Game(*game, **options) for game in games])
         self.games, self.actors = self.members[0], [*zip(*filter(None, self.members))]
         self.maps = hasattr(self.games[0].env.unwrapped, "map_from")
 
@@ -990,8 +982,8 @@ class Games:
             return getattr(self, command)(*arguments)
         except (Exception, SystemExit) as error:
             game, doing = self.busy
-            what = f"{game.name} (seed {game.seed}) failed in {doing}"
-            raise game_error(what, error) from None
+            what = f"{game.name} (seed {game.seed}) failed in {doing}: {one_line(error)}"
+            raise GameError(f"{what}\n{traceback.format_exc()}") from None
 
     def start(self, states=None, shift=0):
         """Start all games from their seeds, shifted first, each partner where its fine game starts;
@@ -1069,10 +1061,7 @@ class Games:
                 game.record(*game.env.step(action)[:4])
             return
         self.busy = games[0], "step_batch"
-        results = envs[0].step_batch(envs, actions)
-        if len(results) != 4 or any(len(column) != len(envs) for column in results):
-            raise ValueError("it must return obs, rewards, terminated, truncated, a row per env")
-        for game, *result in zip(games, *results):
+        for game, *result in zip(games, *envs[0].step_batch(envs, actions), strict=True):
             self.busy = game, "step_batch"
             game.record(*result)
 
@@ -1091,12 +1080,6 @@ class Games:
             game.env.close()
 
 
-def ended_episodes(arrays):
-    """Return (return, length) wherever an episode `ended`, of arrays (N,) or (T, N)."""
-    columns = (arrays[name][arrays["ended"]] for name in ("episode_return", "episode_length"))
-    return [*zip(*(column.tolist() for column in columns), strict=True)]
-
-
 def members(arrays):
     """Return the list of the members (see Games), each a dict of arrays of all N actors."""
     return [{name: array[m] for name, array in arrays.items()} for m in range(len(arrays["obs"]))]
@@ -1105,26 +1088,24 @@ def members(arrays):
 def measured_costs(args, model):
     """Return the seconds that a step takes on each level (--eval-level too), all workers together,
     and then all that an iteration does beside simulating. Neither model nor generators change."""
-    levels, overhead = sorted({*args.levels, args.eval_level}), 0.0
-    processes = max(1, args.num_workers) * num_ranks()
+    levels, costs = sorted({*args.levels, args.eval_level}), []
     if len(levels) == 1:
         return [1.0, 0.0]
-    model, generator, costs = copy.deepcopy(model), torch.Generator(), []
-    for index, level in enumerate(levels):
+    processes = max(1, args.num_workers) * num_ranks()
+    model, generator = copy.deepcopy(model), torch.Generator()
+    for level in levels:
         with closing(make_pool(args, model, game_seeds(args, 0)[:1], 0, [level])) as pool:
-            arrays, T = pool.arrays, args.num_steps[0]
+            seconds, T = pool.arrays["seconds"], 3 if costs else args.num_steps[0]
             pool.call("start")
-            for num_steps in (2, 3):  # the first time includes what is done once
-                arrays["seconds"][:] = arrays["steps"][:] = 0
-                rollout(model, pool, 0, num_steps, args, generator)
-            costs.append(float(arrays["seconds"].sum() / arrays["steps"].sum() / processes))
-            if index == 0:
-                arrays["seconds"][:], started = 0, time.perf_counter()
-                buffers, _ = rollout(model, pool, 0, T, args, generator)
-                batch, plan = make_batch(buffers[0], model.inputs, args), Plan([0], [T], [])
+            rollout(model, pool, 0, 2, args, generator)  # the first steps include what is done once
+            seconds[:], started = 0, time.perf_counter()
+            (buffer,), _ = rollout(model, pool, 0, T, args, generator)
+            if not costs:  # an iteration on the coarsest level, its simulation not counted
+                batch, plan = make_batch(buffer, model.inputs, args), Plan([0], [T], [])
                 update(model, make_optimizer(model), batch, plan, args, generator)
-                overhead = time.perf_counter() - started - float(arrays["seconds"].sum())
-    return [*costs, max(overhead, 0.0)]
+                overhead = max(0.0, time.perf_counter() - started - float(seconds.sum()))
+        costs.append(float(seconds.sum()) / (T * seconds.size * processes))
+    return [*costs, overhead]
 
 
 def time_split(run, sim_seconds, sampled):
@@ -1157,12 +1138,7 @@ def make_pool(args, model, seeds, num_workers, levels=None, **options):
 
 # ------------------------------------------------------------------------------------ worker pool
 class GameError(RuntimeError):
-    """A game or a worker process failed; the first line of the message says which and how."""
-
-
-def game_error(what, error):
-    """Return the GameError for an exception, while it is handled: a line, and its traceback."""
-    return GameError(f"{what}: {one_line(error)}\n{traceback.format_exc()}")
+    """A game or a worker failed: a line that says which and how, then the game's own traceback."""
 
 
 def num_cores():
@@ -1237,8 +1213,8 @@ def work(pipe, make_games, rows, shared):
             pipe.send(games.call(command, *arguments))
     except BaseException as error:  # also what would end a process without a word
         with suppress(OSError):  # the parent is gone
-            known = isinstance(error, GameError)
-            pipe.send(error if known else game_error("a worker failed", error))
+            message = f"a worker failed: {one_line(error)}\n{traceback.format_exc()}"
+            pipe.send(error if isinstance(error, GameError) else GameError(message))
 
 
 # ------------------------------------------------------------------------------------ ranks
@@ -1260,12 +1236,6 @@ def report(message):
     """Print a message, once for all ranks."""
     if rank() == 0:
         print(message, file=sys.stderr, flush=True)
-
-
-def own_rows(minibatch, axis=0):
-    """Return this rank's share of a minibatch's rows: every num_ranks-th."""
-    share = (*[slice(None)] * axis, slice(rank(), None, num_ranks()))
-    return {name: column[share] for name, column in minibatch.items()}
 
 
 def gathered(buffer):
@@ -1311,14 +1281,9 @@ def summary(seen):
 
 class Run(AbstractContextManager):
     """A run of `train`: its games (`pool`), counters, folder, logged rows (`history`), and the
-    `signal` that stopped it, or None. The end of the `with` block saves and closes everything."""
+    `signal` that stopped it, or None. Its end closes all, and saves if a game has failed."""
 
     iteration = property(lambda run: run.counters["iteration"])  # how many are complete
-
-    @functools.cached_property
-    def eval_pool(self):
-        """The pool of evaluation games, made for the first evaluation."""
-        return self.stack.enter_context(closing(make_eval_pool(self.args, self.model)))
 
     def __init__(self, args, model, optimizer, generator, rule):
         self.args, self.model, self.optimizer, self.generator = args, model, optimizer, generator
@@ -1335,12 +1300,16 @@ class Run(AbstractContextManager):
                 self.stack.callback(dist.destroy_process_group)
             if args.level_costs is None:
                 args.level_costs = gathered_objects(measured_costs(args, model))[0]
+                costs = " ".join(f"{cost:.2g}" for cost in args.level_costs)
+                self.say(f"measured: --level-costs {costs}")
             seeds = game_seeds(args, self.counters["starts"])
             pool = make_pool(args, model, seeds, args.num_workers)
             self.pool = self.stack.enter_context(closing(pool))
             if args.schedule == "climb":
                 self.check_pool = self.stack.enter_context(closing(make_check_pool(args, model)))
             if rank() == 0:
+                if args.eval_every:
+                    self.eval_pool = self.stack.enter_context(closing(make_eval_pool(args, model)))
                 self.open_files()
             for name, array in arrays.items():
                 self.pool.arrays[name][:] = array
@@ -1348,12 +1317,8 @@ class Run(AbstractContextManager):
 
     def __exit__(self, kind, *_):
         with self.stack:
-            try:
-                if kind is GameError or kind is None and self.saved != self.iteration:
-                    self.save(with_games=kind is None)  # the last iteration is complete
-            except GameError:  # a worker has died meanwhile
+            if kind is GameError:
                 self.save(with_games=False)
-                raise
             if kind is KeyboardInterrupt:
                 report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
 
@@ -1366,7 +1331,7 @@ class Run(AbstractContextManager):
             raise KeyboardInterrupt
 
     def goes_on(self):
-        """Return whether there is another iteration, which begins now; at first start the games."""
+        """Start the games at first. Return whether another iteration begins now; if not, save."""
         if self.started is None:
             self.pool.call("start", self.states)
         if not self.history:
@@ -1376,7 +1341,10 @@ class Run(AbstractContextManager):
         self.started = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
         self.signal = agreed or self.signal
-        return self.share_done() < 1 and not agreed
+        going = self.share_done() < 1 and not agreed
+        if not going and self.saved != self.iteration:
+            self.save()
+        return going
 
     def share_done(self):
         """Return which share of the run's length is complete."""
@@ -1889,7 +1857,6 @@ class Case:
     s_wir: float = 0.0  # saturations that cannot be displaced: water, oil
     s_oir: float = 0.0
     mobility: str = "linear"  # or "quadratic": relative permeability S or S²
-    total_rate: float | None = None  # [m²/day], given instead of pore_volumes
     n_fields: int = 16
 
     @property
@@ -1901,7 +1868,7 @@ class Case:
     def rate(self):
         """What all injectors together inject, and all producers produce [m²/day]."""
         injected = self.pore_volumes * (self.lx * self.ly * self.porosity)  # [m²]
-        return self.total_rate or injected / (self.control_steps * self.substeps * self.dt)
+        return injected / (self.control_steps * self.substeps * self.dt)
 
 
 def channel_fields(case, n, seed):
@@ -1984,15 +1951,13 @@ def partition(n, parts):
 
 
 def coarsen(x, shape, how="mean"):
-    """x (..., ny, nx) on a coarser grid `shape`: "mean", "sum" or "harmonic" mean."""
+    """x (..., ny, nx) on a coarser grid `shape`: "mean" or "harmonic" mean."""
     if x.shape[-2:] == tuple(shape):
         return x.copy()
     rows, cols = partition(x.shape[-2], shape[0]), partition(x.shape[-1], shape[1])
     cells = np.diff(rows)[:, None] * np.diff(cols)
     y = 1 / x if how == "harmonic" else x
     y = np.add.reduceat(np.add.reduceat(y, rows[:-1], axis=-2), cols[:-1], axis=-1)
-    if how == "sum":
-        return y
     return cells / y if how == "harmonic" else y / cells
 
 
@@ -2166,13 +2131,7 @@ class ResSim(gym.Env):
     metadata = {"render_modes": ["rgb_array"], "render_fps": 2}
 
     def __init__(
-        self,
-        case="ResSim-v1",
-        level=None,
-        evaluation=False,
-        validation=False,
-        perm=None,
-        render_mode=None,
+        self, case, level=None, evaluation=False, validation=False, perm=None, render_mode=None
     ):
         self.case = case = CASES[case] if isinstance(case, str) else case
         level = len(case.grids) if level is None else level
@@ -2183,11 +2142,9 @@ class ResSim(gym.Env):
         if perm is None:
             self.grid = _shared_grid(case, level, self.fields)
         else:
-            if np.iscomplexobj(perm):
-                raise ValueError("perm must be real")
             perm = np.asarray(perm, dtype=np.float64)
-            fits = perm.ndim == 3 and perm.shape[1:] in (case.grids[level - 1], case.grids[-1])
-            if not fits or len(perm) == 0 or not ((perm > 0) & (perm < np.inf)).all():
+            fits = perm.shape[1:] in (case.grids[level - 1], case.grids[-1])
+            if not fits or not ((perm > 0) & (perm < np.inf)).all():
                 raise ValueError("perm must be (K, ny, nx) on this or the finest grid, finite, > 0")
             self.grid = Grid(case, level, perm)
         n_in, n_out = len(case.injectors[0]), len(case.producers[0])
@@ -2232,9 +2189,8 @@ class ResSim(gym.Env):
 
     def map_from(self, other):
         """Take over the state of another level, coarsened or refined; ValueError: another case."""
-        same = self.case == other.case and self.fields == other.fields
-        if not same or len(self.grid.perm) != len(other.grid.perm) or other.t is None:
-            raise ValueError("map_from needs the same simulation (case, fields), after its reset")
+        if (self.case, self.fields) != (other.case, other.fields):
+            raise ValueError("map_from needs the same simulation, on another level")
         change = coarsen if other.grid.level >= self.grid.level else refine
         self.s, self.p = change(other.s, self.grid.shape), change(other.p, self.grid.shape)
         self.field, self.t = other.field, other.t
@@ -2277,12 +2233,9 @@ class ResSim(gym.Env):
         zoom = math.ceil(256 / self.case.grids[-1][0])
         share = refine(self.s, self.case.grids[-1])[..., None].clip(0, 1)
         image = (1 - share) * (84, 52, 30) + share * (44, 123, 214)  # (ny, nx, 3)
-        image = image.astype(np.uint8).repeat(zoom, axis=0).repeat(zoom, axis=1)
-        wells = (self.case.injectors, 255), (self.case.producers, (230, 30, 30))
-        for (rows, cols), colour in wells:
-            for y, x in zip(np.multiply(rows, zoom), np.multiply(cols, zoom)):
-                image[max(y - 1, 0) : y + zoom + 1, max(x - 1, 0) : x + zoom + 1] = colour
-        return image
+        image[tuple(self.case.injectors)] = 255
+        image[tuple(self.case.producers)] = 230, 30, 30
+        return image.astype(np.uint8).repeat(zoom, axis=0).repeat(zoom, axis=1)
 
 
 for _name in CASES:
@@ -2344,12 +2297,11 @@ def parse_args(argv=None):
         args.schedule, args.eval_level = "climb", None
         args.num_steps = args.num_steps and args.num_steps[:1]
     complete(parser, args)
-    if args.analyse is not None and len(args.levels) < 2:
-        parser.error("argument --analyse: compares levels, give two --levels or more")
-    for level, T in reversed([*enumerate(args.num_steps)]):
+    for level, T in enumerate(args.num_steps):
         if T != "auto":
-            rows = "rows of a finer level" if level else "rows"
-            check_rows(parser, args, args.num_envs * T, rows)
+            check_rows(
+                parser, args, args.num_envs * T, "rows of a finer level" if level else "rows"
+            )
     # All actors' steps, coarse partners' included: N Σ_l (T^l + T̃^{l−1}); of a climb, one level's.
     steps = [T for T in args.num_steps if T != "auto"]
     steps = max(steps) if args.schedule == "climb" else 2 * sum(steps) - steps[0]
@@ -2367,15 +2319,12 @@ def parse_args(argv=None):
 
 
 def complete(parser, args):
-    """Fill in the levels, steps and coupling that were not given; refuse what does not fit."""
-    defaults = DEFAULTS.get(args.env, {"levels": None, "num_steps": None})
-    if args.levels is None:
-        together = args.schedule == "together" or args.env not in CASES
-        args.levels = defaults["levels"]
-        if together:
-            args.num_steps = args.num_steps or defaults["num_steps"]
-        else:
-            args.levels = [*range(1, 1 + len(CASES[args.env].grids))]
+    """Fill in what was not given, by --env and --schedule; refuse what does not fit."""
+    if args.levels is None and args.env in CASES:
+        args.levels = [*range(1, 1 + len(CASES[args.env].grids))]
+        if args.schedule == "together":
+            args.levels = DEFAULTS[args.env]["levels"]
+            args.num_steps = args.num_steps or DEFAULTS[args.env]["num_steps"]
     if args.levels is None or args.levels != sorted(set(args.levels)):
         parser.error(f"argument --levels: name the levels of {args.env} to use, coarse to fine")
     several = len(args.levels) > 1
@@ -2391,18 +2340,11 @@ def complete(parser, args):
         parser.error(f"argument --num-steps: give one number per level of {args.levels}")
     args.num_steps = steps
     args.eval_level, spaces = args.eval_level or args.levels[-1], []
-    with option_error(parser, "--env"):
-        load_make(args.env)
     for level in [*args.levels, args.eval_level]:
-        option = "--eval-level" if len(spaces) == len(args.levels) else "--levels"
-        with option_error(parser, option):
-            env = make_env(args.env, level, evaluation=option == "--eval-level")
+        with closing(make_env(args.env, level)) as env:
             spaces.append((env.observation_space, env.action_space))
-            env.close()
-            if spaces[-1] != spaces[0]:
-                raise ValueError(f"level {level} of {args.env} has other spaces than the first")
-    if args.coupling == "step" and not hasattr(env.unwrapped, "map_from"):
-        parser.error(f"argument --coupling: step needs a map_from, which {args.env} has not")
+        if spaces[-1] != spaces[0]:
+            parser.error(f"argument --levels: level {level} has other spaces than the first")
     if several and args.eval_level != args.levels[-1]:
         parser.error("argument --eval-level: with several levels it is the last one")
     count = len({*args.levels, args.eval_level}) + 1
@@ -2415,22 +2357,20 @@ def complete(parser, args):
 def parse_with_run(parser, argv):
     """Parse argv; a run's own options are the defaults, and most stay."""
     args = parser.parse_args(argv)
-    option = "--resume" if args.resume else "--eval" if args.eval else "--analyse"
-    run_dir, analysed = args.resume or args.eval or args.analyse, args.analyse is not None
+    analysed = args.analyse is not None
     if not args.eval and (args.sample or args.video or args.export_onnx):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if analysed and (args.resume or args.eval):
         parser.error("argument --analyse: not with --resume, --eval")
     if (args.eval or analysed) and num_ranks() > 1:
-        parser.error(f"argument {option}: takes one process, not torchrun")
+        parser.error("argument --eval, --analyse: take one process, not torchrun")
     if args.export_onnx:
-        with option_error(parser, "--export-onnx"):
-            import onnx  # noqa: F401, torch needs it for that
-    if run_dir:
-        with option_error(parser, option):
+        import onnx  # noqa: F401, torch needs it for that
+    if run_dir := args.resume or args.eval or args.analyse:
+        try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
             if options.keys() != vars(args).keys() - NOT_KEPT:
-                raise ValueError(f"{run_dir} is of another script, or its config.json is damaged")
+                raise ValueError("its options are not those of this script")
             if args.total_timesteps or args.num_iterations or args.total_cost:
                 options |= dict.fromkeys(("total_timesteps", "num_iterations", "total_cost"))
             if analysed or args.eval_level not in (None, options["eval_level"]):
@@ -2442,14 +2382,15 @@ def parse_with_run(parser, argv):
                     name = name.replace("_", "-")
                     parser.error(f"argument --{name}: the run has {value}, which cannot change")
             make_model(args).load_state_dict(load_checkpoint(run_dir)["model"])
-    with option_error(parser, "--device"):
-        torch.empty(0, device=None if args.device == "auto" else args.device)
-        if args.device == "cuda" and num_ranks() > 1:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    with option_error(parser, "--log-dir, --run-name"):
-        run_dir or Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-        if rank() == 0 and not run_dir and (path := run_path(args)).exists():
-            raise ValueError(f"{path} is there already")
+        except Exception as error:
+            parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
+    torch.empty(0, device=None if args.device == "auto" else args.device)  # is there such a device?
+    if args.device == "cuda" and num_ranks() > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not run_dir:
+        Path(args.log_dir).mkdir(parents=True, exist_ok=True)
+        if rank() == 0 and (path := run_path(args)).exists():
+            parser.error(f"argument --run-name: {path} is there already")
     return args
 
 
@@ -2462,15 +2403,6 @@ def check_rows(parser, args, num_rows, rows="rows"):
         parser.error(f"argument --num-{option}: {problem}")
     if rows == "rows" and num_rows == {"minibatch": B, "batch": 1}.get(args.norm_adv):
         parser.error(f"argument --num-minibatches: --norm-adv {args.norm_adv} needs 2 rows")
-
-
-@contextmanager
-def option_error(parser, option):
-    """Turn any exception into the one-line error of this option."""
-    try:
-        yield
-    except Exception as error:
-        parser.error(f"argument {option}: {one_line(error)}")
 
 
 def one_line(error):
@@ -2495,7 +2427,7 @@ def main():
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
-        if args and not isinstance(error, known):
+        if args and not args.eval and not isinstance(error, known):
             raise
         line = error if isinstance(error, GameError) else one_line(error)
         print(f"{Path(__file__).name}: error: {line}", file=sys.stderr)

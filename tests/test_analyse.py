@@ -189,11 +189,9 @@ def test_simulation_that_fails(monkeypatch, tmp_path, capsys, where):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ("--levels 2", ("--analyse", "--levels")),
         ("--levels 1 2 --level-costs 1 2", ("--level-costs",)),
         ("--levels 1 2 --eval nowhere", ("--analyse", "--eval")),
-        ("nowhere", ("--analyse", "nowhere")),
-        ("--env envs:make_cartpole --levels 1 2 --coupling step", ("--coupling", "map_from")),
+        ("nowhere", ("nowhere",)),
     ],
 )
 def test_wrong_options(tmp_path, capsys, options, words):

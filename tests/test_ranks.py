@@ -265,7 +265,7 @@ def test_signals_of_ranks(tmp_path, monkeypatch):
     """A signal that comes while the ranks agree counts next time; a second one is no Ctrl-C."""
     run, before = object.__new__(ppo.Run), signal.getsignal(signal.SIGTERM)
     run.args = ppo.parse_args(["--log-dir", str(tmp_path)])
-    run.counters, run.signal, run.started = dict(ppo.COUNTERS), None, 0.0
+    run.counters, run.signal, run.started, run.saved = dict(ppo.COUNTERS), None, 0.0, 0
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")

@@ -1041,11 +1041,3 @@ def test_all_together(monkeypatch, tmp_path):
     assert all(call.result[3].abs().max() < 1e-4 for call in losses[::4])
     for row in run.history:
         assert all(math.isfinite(value) for value in row.values())
-
-
-def test_adaptive_lr_needs_more_than_one_step(capsys, tmp_path):
-    """A single step per rollout always sees a KL of 0, so that the rate would only rise."""
-    options = "--adaptive-lr 0.01 --update-epochs 1 --num-minibatches 1".split()
-    with pytest.raises(SystemExit):
-        parse(tmp_path, *options)
-    assert "argument --adaptive-lr" in capsys.readouterr().err
