@@ -133,8 +133,8 @@ def run(name, seed):
     return subprocess.run(call, cwd=ROOT, env=environment).returncode
 
 
-def collect():
-    """Copy what the finished runs have logged at their evaluations to RESULTS."""
+def collect(stopped=()):
+    """Copy what finished runs, and those `stopped`, have logged at evaluations to RESULTS."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     index = RESULTS / "runs.json"
     runs = json.loads(index.read_text())["runs"] if index.exists() else {}
@@ -144,8 +144,9 @@ def collect():
         with (run_dir / "progress.csv").open() as file:
             rows = list(csv.DictReader(file))
         length, done = options["num_iterations"], int(rows[-1]["iteration"])
-        if done < length if length else float(rows[-1]["sim_cost"]) < options["total_cost"]:
-            continue  # it is not finished
+        ended = done >= length if length else float(rows[-1]["sim_cost"]) >= options["total_cost"]
+        if not ended and run_dir.name not in stopped:
+            continue
         rows = [row for row in rows if row["eval_return"] or row["check_return"]]
         with (RESULTS / f"{run_dir.name}.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
@@ -168,13 +169,14 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--collect", action="store_true", help="only copy finished runs")
+    parser.add_argument("--stopped", nargs="+", default=[], help="with --collect: these runs too")
     args = parser.parse_args()
     if not args.collect:
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as executor:
             for name in args.runs:
                 for seed in args.seeds:
                     executor.submit(run, name, seed)
-    collect()
+    collect(args.stopped)
 
 
 if __name__ == "__main__":

@@ -93,18 +93,14 @@ def first(curve, target):
     return curve[0][reached[0]] if len(reached) else np.nan
 
 
-def reference(case, curves):
-    """Return the run that is "finest only" of a case."""
-    return next(
-        run
-        for run in (f"{case}-only-{len(learn_ressim.COSTS[case])}", "v1-1level")
-        if run in curves
-    )
+def reference(case):
+    """Return the run that is "finest only" of a case; in v1 the one that went to its end."""
+    return "v1-1level" if case == "v1" else f"{case}-only-{len(learn_ressim.COSTS[case])}"
 
 
 def seconds_to(case, curves, run, share):
     """Return, of each seed, the seconds to a share of what finest-only gains."""
-    finest = curves[reference(case, curves)]
+    finest = curves[reference(case)]
     start = np.mean([returns[0] for _, returns in finest.values()])
     target = start + share * (np.mean(final(finest)) - start)
     return [first(curve, target) for curve in curves[run].values()]
@@ -113,7 +109,7 @@ def seconds_to(case, curves, run, share):
 def shortfall(case, curves):
     """Return how far the climb is behind the best single level at 20 budgets from one iteration on
     the finest level to the end of finest-only, and the budgets."""
-    finest = reference(case, curves)
+    finest = reference(case)
     end = max(seconds[-1] for seconds, _ in curves[finest].values())
     budgets = np.geomspace(ROWS * learn_ressim.COSTS[case][-1] / 1e3, end, 20)
 
@@ -135,14 +131,14 @@ def climb():
     for case, title in TITLES.items():
         curves = recorded(case)
         up, form = f"{case}-climb", ".4f" if case != "rod" else ".2f"
-        finest = f"{case}-only-{len(learn_ressim.COSTS[case])}"
-        coarse = [run for run in curves if "-only-" in run and run != finest]
+        last = f"{case}-only-{len(learn_ressim.COSTS[case])}"
+        coarse = [run for run in curves if "-only-" in run and run != last]
         if up not in curves or not coarse:
             continue
-        finest = reference(case, curves)
+        finest = reference(case)
         best = max(coarse, key=lambda run: np.mean(final(curves[run])))
         behind, budgets = shortfall(case, curves)
-        worst = f"{behind.max():{form}} at {budgets[behind.argmax()]:,.0f} s; "
+        worst = f"{behind.max():{form}} at {budgets[behind.argmax()]:,.3g} s; "
         worst = worst if behind.max() > 0 else ""
         cells = [title, spread(final(curves[finest]), form)]
         cells.append(spread(seconds_to(case, curves, finest, 0.99), ",.0f"))
