@@ -29,7 +29,7 @@ def parse(log_dir, env, *options):
     return ppo.parse_args([*SMALL, "--env", env, "--log-dir", str(log_dir), *options])
 
 
-def setup(log_dir, env, *options):
+def started(log_dir, env, *options):
     """Return args, a model and a pool of started games."""
     args = parse(log_dir, env, *options)
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ VALUES = {
 @pytest.mark.parametrize("action", envs_spaces.ACTIONS)
 def test_actions_are_those_of_the_space(tmp_path, action):
     """A policy of large entropy takes all of a space's options, or goes to a Box's bounds."""
-    args, model, pool = setup(tmp_path, f"Action-{action}", "--num-steps", "64")
+    args, model, pool = started(tmp_path, f"Action-{action}", "--num-steps", "64")
     buffer, _ = rollout(args, model, pool)
     env = pool.games.games[1].env.unwrapped
     space, received = env.action_space, np.stack(env.actions)
@@ -267,7 +267,7 @@ WIDTHS |= {"dict": 5, "tuple": 6, "nested": 7, "text": 3}
 @pytest.mark.parametrize("obs", envs_spaces.OBSERVATIONS)
 def test_observations_are_flattened(tmp_path, obs):
     """What arrives is Gymnasium's vector of the raw observation, also at an episode's end."""
-    args, _, pool = setup(tmp_path, f"Obs-{obs}")
+    args, _, pool = started(tmp_path, f"Obs-{obs}")
     games = [game.env.unwrapped for game in pool.games.games]
     arrays, ends = pool.arrays, 0
     assert arrays["obs"].shape == (2, WIDTHS[obs])
@@ -396,7 +396,7 @@ def test_single_allowed_option(action):
 @pytest.mark.parametrize("env", envs_spaces.MASKS)
 def test_masks_are_those_of_the_observations(tmp_path, env):
     """The env's observation is its mask: what is stored is alike, also after an episode's end."""
-    args, model, pool = setup(tmp_path, f"Masked-{env}", "--num-steps", "32")
+    args, model, pool = started(tmp_path, f"Masked-{env}", "--num-steps", "32")
     assert args.action_masks
     buffer, episodes = rollout(args, model, pool)
     assert len(episodes) == 2 * (32 // 3)
@@ -421,7 +421,7 @@ def test_masked_runs(tmp_path, env):
 def test_evaluation_of_a_policy_that_wants_what_is_forbidden(tmp_path):
     """The mode is the best allowed action; without masks the same policy would be refused."""
     for options in ([], ["--no-action-masks"]):
-        args, model, _ = setup(tmp_path, "Masked-multi-info", "--eval-episodes", "8", *options)
+        args, model, _ = started(tmp_path, "Masked-multi-info", "--eval-episodes", "8", *options)
         model.head.logits.bias.data = 100 * torch.arange(9.0)
         with closing(ppo.make_eval_pool(args, model)) as pool:
             if options:
@@ -439,7 +439,7 @@ def test_evaluation_of_a_policy_that_wants_what_is_forbidden(tmp_path):
 def test_no_action_masks(tmp_path):
     """--no-action-masks, or an env without a mask: neither games nor model know of any."""
     for env, *options in (["Masked-multi-info", "--no-action-masks"], ["CartPole-v1"]):
-        args, model, pool = setup(tmp_path, env, *options)
+        args, model, pool = started(tmp_path, env, *options)
         assert args.action_masks is False
         assert "action_mask" not in pool.arrays and model.inputs == ("obs",)
     with pytest.raises(ppo.GameError, match="forbidden"):
@@ -449,7 +449,7 @@ def test_no_action_masks(tmp_path):
 @pytest.mark.parametrize("options", [[], ["--rnn", "gru"], ["--shared-net"]])
 def test_update_uses_the_stored_masks(tmp_path, options):
     """The ratio of the policy that has sampled is 1 with the stored masks, and not without."""
-    args, model, pool = setup(tmp_path, "Masked-multi-info", "--num-steps", "32", *options)
+    args, model, pool = started(tmp_path, "Masked-multi-info", "--num-steps", "32", *options)
     nn.init.normal_(model.head.logits.weight)
     batch = ppo.make_batch(rollout(args, model, pool)[0], model, args)
     logratio = ppo.losses(model, batch, 0.2, clip_vloss=True)[3]
@@ -493,7 +493,7 @@ def test_bad_masks(tmp_path, env):
 def test_taxi(tmp_path):
     """Taxi tells in info which actions change its state; the policy takes no other."""
     env = next(name for name in gym.registry if name.startswith("Taxi-"))
-    args, model, pool = setup(tmp_path, env, "--num-steps", "100")
+    args, model, pool = started(tmp_path, env, "--num-steps", "100")
     buffer, _ = rollout(args, model, pool)
     assert buffer["obs"].shape == (100, 2, 500) and (buffer["obs"].sum(dim=2) == 1).all()
     taxi = pool.games.games[0].env.unwrapped
