@@ -1257,7 +1257,7 @@ def check_rows(parser, args, num_rows, rows="rows"):
     B, ranks = args.num_minibatches, num_ranks()
     if num_rows % (B * ranks) or args.num_envs % ranks:
         option = "envs" if args.num_envs % ranks else "minibatches"
-        problem = f"{num_rows} {rows} are not {B} equal minibatches for {ranks} ranks"
+        problem = f"{num_rows} {rows} are not {B} equal minibatches for {ranks} process(es)"
         parser.error(f"argument --num-{option}: {problem}")
     if rows == "rows" and num_rows == {"minibatch": B, "batch": 1}.get(args.norm_adv):
         parser.error(f"argument --num-minibatches: --norm-adv {args.norm_adv} needs 2 rows")

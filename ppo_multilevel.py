@@ -108,12 +108,12 @@ def make_parser():
     option("--schedule", str, None, text, choices=("climb", "together"))
     text = "those to use, coarse to fine; None: a built-in simulation's (together: two)"
     option("--levels", number(int, 1), None, text, nargs="+")
-    text = "T^l, steps per actor and iteration, one or one per level; of together also 'T auto': "
-    text += "T on the coarsest level, the rest by costs and variances"
+    text = "T^l, steps per actor and iteration: one per level; of a climb also one for all; of "
+    text += "together also 'T auto': T on the coarsest level, the rest by costs and variances"
     option("--num-steps", or_auto(number(int, 1)), None, text, nargs="+")
     text = "β, weight of coarse levels and partners; 1: Algorithm 4; auto: is measured"
     option("--control", or_auto(number(float, 0, 1)), "auto", text)
-    text = "length of the run in steps of the finest level, a coarser step counts less by its cost"
+    text = "length of the run in finest-level steps, others by cost; None, climb: 100 iterations'"
     option("--total-cost", positive, None, text)
     text = "seconds of a step on each level, all workers together, and of an update; None: measured"
     option("--level-costs", positive, None, text, nargs="+")
@@ -121,8 +121,7 @@ def make_parser():
     text = "no training: print which levels pay, by this run's policy or else by the initial one"
     option("--analyse", str, None, text, nargs="?", const="", metavar="RUN_DIR")
     option("--eval-level", number(int, 1), None, "level of evaluations, if not the last")
-    text = "of partners. noise: the fine state when an episode starts, then the same noise; step "
-    text += "(the paper's): fine state and action in each step, smaller differences, but biased"
+    text = "of partners; noise: the fine state when an episode starts, step: in each step (biased)"
     option("--coupling", str, "noise", text, choices=("step", "noise"))
     text = "literal: Algorithm 4, unbounded; bounded: clip by signed Â, values fit own rows only"
     option("--correction", str, "bounded", text, choices=("literal", "bounded"))
@@ -504,7 +503,7 @@ class Climb:
     ITERATIONS, PART = 5, 0.2  # a window's least length: iterations, part of the time so far
 
     def __init__(self, args):
-        self.args, self.level, self.refit = args, 0, True
+        self.args, self.level, self.refit = args, 0, not args.norm_obs
         self.best = self.adam = self.returns = None  # by the best check, whose returns are (E,)
         self.time = self.unchecked = 0.0  # seconds in all, since the last check
         self.window = self.spent = 0.0  # the length of the window, and what has passed of it
@@ -528,6 +527,7 @@ class Climb:
         row, seconds = {"level": self.args.levels[self.level]}, self.seconds(self.level)
         self.time, self.spent = self.time + seconds, self.spent + seconds
         self.unchecked += seconds
+        self.refit |= self.args.norm_obs and run.iteration == 1  # now observations are normalised
         over, due = self.spent >= self.window, self.CHECKS * self.check_seconds
         if over or self.unchecked >= due or run.share_done() >= 1:
             row["check_return"] = self.check(run)
@@ -2299,9 +2299,8 @@ def parse_args(argv=None):
     complete(parser, args)
     for level, T in enumerate(args.num_steps):
         if T != "auto":
-            check_rows(
-                parser, args, args.num_envs * T, "rows of a finer level" if level else "rows"
-            )
+            rows = "rows of a finer level" if level and args.schedule == "together" else "rows"
+            check_rows(parser, args, args.num_envs * T, rows)
     # All actors' steps, coarse partners' included: N Σ_l (T^l + T̃^{l−1}); of a climb, one level's.
     steps = [T for T in args.num_steps if T != "auto"]
     steps = max(steps) if args.schedule == "climb" else 2 * sum(steps) - steps[0]
@@ -2399,7 +2398,7 @@ def check_rows(parser, args, num_rows, rows="rows"):
     B, ranks = args.num_minibatches, num_ranks()
     if num_rows % (B * ranks) or args.num_envs % ranks:
         option = "envs" if args.num_envs % ranks else "minibatches"
-        problem = f"{num_rows} {rows} are not {B} equal minibatches for {ranks} ranks"
+        problem = f"{num_rows} {rows} are not {B} equal minibatches for {ranks} process(es)"
         parser.error(f"argument --num-{option}: {problem}")
     if rows == "rows" and num_rows == {"minibatch": B, "batch": 1}.get(args.norm_adv):
         parser.error(f"argument --num-minibatches: --norm-adv {args.norm_adv} needs 2 rows")

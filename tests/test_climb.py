@@ -24,6 +24,8 @@ SMALL = (
 class FakeRun:
     """What a rule needs of a run: scripted checks of four episodes, and a model to keep."""
 
+    iteration = 0
+
     def __init__(self):
         self.model, self.recent, self.said = torch.nn.Linear(1, 1), [1], []
         self.optimizer, self.checks = torch.optim.Adam(self.model.parameters()), []
@@ -37,11 +39,10 @@ class FakeRun:
         return mean + spread * torch.tensor([-1.0, 1.0, -1.0, 1.0]), 2.0  # costs two finest steps
 
 
-def climb(levels=3):
+def climb(levels=3, norm_obs=False):
     """Return a rule that has made its first check, and its run: a check is due after 192 s."""
-    args = types.SimpleNamespace(
-        num_envs=10, num_steps=[1] * levels, levels=[*range(1, levels + 1)]
-    )
+    args = types.SimpleNamespace(num_envs=10, num_steps=[1] * levels, norm_obs=norm_obs)
+    args.levels = [*range(1, levels + 1)]
     args.level_costs = [*COSTS[:levels], COSTS[-1]]
     rule, run = ml.Climb(args), FakeRun()
     run.checks.append((0.0, 0.0))
@@ -73,6 +74,18 @@ def test_productive_level_is_kept():
     assert rule.level == 0 and rule.paid == [True, False, False]
     assert rule.time == 2 * 32 + 100  # two checks of 2 · 16 s
     assert rule.window == 100 and run.said == []
+
+
+@pytest.mark.parametrize("norm_obs", [False, True])
+def test_first_fit_of_the_values(norm_obs):
+    """It waits for the statistics of observations, which the first iteration brings."""
+    rule, run = climb(norm_obs=norm_obs)
+    fits = []
+    for iteration in (1, 2, 3):
+        fits.append(rule.plan().refit)
+        run.iteration, run.checks = iteration, [(0.0, 0.0)]
+        rule.review(run, None)
+    assert fits == [not norm_obs, norm_obs, False]
 
 
 def test_noise_goes_up():
