@@ -74,6 +74,9 @@ def run(name):
         row = [name, datetime.date.today(), f"python tests/benchmarks/{command}"]
         row += [processor(), platform.python_version(), done.stdout.strip()]
         with (HERE / "results" / "log.csv").open("a", newline="") as file:
+            if not file.tell():
+                names = "name date command processor python commit seconds"
+                csv.writer(file).writerow(names.split())
             csv.writer(file).writerow([*row, round(time.perf_counter() - started)])
 
 
