@@ -645,12 +645,16 @@ def to_env(action, space):
 def action_mask(env, info):
     """Return the flags of allowed options, choice after choice; ValueError if a choice has none."""
     mask = info["action_mask"] if "action_mask" in info else env.get_wrapper_attr("action_masks")()
-    mask = np.concatenate(mask, axis=None) if isinstance(mask, tuple) else np.ravel(mask)
-    options, mask = num_options(env.action_space), mask.astype(bool)
+    options, mask = num_options(env.action_space), flat(mask).astype(bool)
     choices = np.cumsum([0, *options[:-1]])
     if len(mask) != sum(options) or not np.logical_or.reduceat(mask, choices).all():
         raise ValueError(f"action mask {mask}: not {sum(options)} flags, or no action is allowed")
     return mask
+
+
+def flat(mask):
+    """Return a mask, an array or nested tuples of arrays, as a vector."""
+    return np.concatenate([*map(flat, mask)]) if isinstance(mask, tuple) else np.ravel(mask)
 
 
 class Game:

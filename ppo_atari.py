@@ -8,7 +8,7 @@
 This is `ppo.py` with a Game that makes pictures of an Atari game, a convolutional network and
 shared memory for whole rollouts: on a CPU the workers have the policy too and play on their own,
 each on one core, so that nobody waits for anybody between two steps. Then all cores work on the
-update, in bfloat16 where the processor can.
+update, in bfloat16 where the processor is faster with it.
 
 Papers: "PPO" is Schulman et al. 2017, Proximal policy optimization algorithms (arXiv 1707.06347);
 "GAE" is Schulman et al. 2016 (arXiv 1506.02438); pictures and network are those of Mnih et al.
@@ -80,7 +80,7 @@ def make_parser():
     option("--noop-max", number(int, 0), 30, "games start with 1 to so many no-ops; Gymnasium: 0")
     option("--fire", bool, True, "an episode starts with FIRE if the game has it; Gymnasium: off")
     option("--anneal-clip", bool, True, "lower ε linearly to 0 over the run, as the learning rate")
-    option("--precision", str, "auto", "auto: bf16 if the processor has it", choices=precisions)
+    option("--precision", str, "auto", "auto: bf16 if that is faster", choices=precisions)
     option("--compile", bool, False, "torch.compile the network for updates; needs a C++ compiler")
     parser.set_defaults(num_workers=num_cores(), num_envs=8, clip_coef=0.1)
     return parser
@@ -340,7 +340,8 @@ def has_bf16(device):
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     able = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
-    return able.get("avx512_bf16", False) or able.get("amx_bf16", False)
+    without_amx = able.get("avx512_bf16") and not able.get("avx512_fp16")  # slower on Intel's
+    return bool(able.get("amx_bf16") or without_amx)
 
 
 class Model(nn.Module):
@@ -378,7 +379,7 @@ class Model(nn.Module):
         assert obs.shape[-3:] == (84, 84, 4) and obs.dtype == torch.uint8
         x = obs.flatten(0, -4).permute(0, 3, 1, 2)  # (M, 4, 84, 84), in memory channels last
         with self.autocast():
-            h = self.actor(x.to(torch.bfloat16 if self.bf16 else torch.float32) / 255)
+            h = self.actor(x.to(torch.bfloat16 if self.bf16 else torch.float32).div_(255))
         return h.float().view(*obs.shape[:-3], -1)
 
     def autocast(self, enabled=True):

@@ -113,7 +113,7 @@ def make_parser():
     option("--num-steps", or_auto(number(int, 1)), None, text, nargs="+")
     text = "β, weight of coarse levels and partners; 1: Algorithm 4; auto: is measured"
     option("--control", or_auto(number(float, 0, 1)), "auto", text)
-    text = "length of the run in finest-level steps, others by cost; None, climb: 100 iterations'"
+    text = "length of the run in finest-level steps, others by cost; None: a climb's, by --env"
     option("--total-cost", positive, None, text)
     text = "seconds of a step on each level, all workers together, and of an update; None: measured"
     option("--level-costs", positive, None, text, nargs="+")
@@ -1300,8 +1300,6 @@ class Run(AbstractContextManager):
                 self.stack.callback(dist.destroy_process_group)
             if args.level_costs is None:
                 args.level_costs = gathered_objects(measured_costs(args, model))[0]
-                costs = " ".join(f"{cost:.2g}" for cost in args.level_costs)
-                self.say(f"measured: --level-costs {costs}")
             seeds = game_seeds(args, self.counters["starts"])
             pool = make_pool(args, model, seeds, args.num_workers)
             self.pool = self.stack.enter_context(closing(pool))

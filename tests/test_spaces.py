@@ -512,3 +512,11 @@ def test_masks_are_flattened():
     mask = (np.array([1, 0]), [1, 1, 0], np.array([0, 1]), (1,))
     flags = ppo.action_mask(env, {"action_mask": mask})
     assert flags.tolist() == [1, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_nested_masks_are_flattened():
+    """A 2-d MultiDiscrete's own masks are tuples of tuples of flags of different lengths."""
+    env = SimpleNamespace(action_space=MultiDiscrete([[2, 3], [2, 1]]))
+    mask = ((np.array([1, 0]), [1, 1, 0]), (np.array([0, 1]), (1,)))
+    flags = ppo.action_mask(env, {"action_mask": mask})
+    assert flags.tolist() == [1, 0, 1, 1, 0, 0, 1, 1]

@@ -23,22 +23,22 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 PEERS = ROOT / "runs" / "peers"
 VERSIONS = "stable-baselines3==2.9.2"
-# {name: (what it is, how long on two cores, commands of tests/benchmarks)}
+# {name: (what it is, how long on two cores, command of tests/benchmarks)}
 JOBS = {
-    "speed-ppo": ("ppo.py beside Stable-Baselines3", "20 minutes", ["speed_ppo.py"]),
-    "speed-atari": ("ppo_atari.py beside Stable-Baselines3", "30 minutes", ["speed_atari.py"]),
-    "speed-ressim": ("time and memory of the reservoirs", "3 minutes", ["speed_ressim.py"]),
-    "profile": ("where the time goes, by part", "3 minutes", ["profile_parts.py"]),
-    "ranks": ("workers and ranks", "10 minutes", ["scale_ranks.py"]),
-    "learn-ppo": ("learning runs of ppo.py", "10 hours", ["learn_ppo.py --jobs 2"]),
-    "learn-atari": ("learning runs of ppo_atari.py", "days", ["learn_atari.py"]),
+    "speed-ppo": ("ppo.py beside Stable-Baselines3", "20 minutes", "speed_ppo.py"),
+    "speed-atari": ("ppo_atari.py beside Stable-Baselines3", "30 minutes", "speed_atari.py"),
+    "speed-ressim": ("time and memory of the reservoirs", "3 minutes", "speed_ressim.py"),
+    "profile": ("where the time goes, by part", "3 minutes", "profile_parts.py"),
+    "ranks": ("workers and ranks", "10 minutes", "scale_ranks.py"),
+    "learn-ppo": ("learning runs of ppo.py", "10 hours", "learn_ppo.py --jobs 2"),
+    "learn-atari": ("learning runs of ppo_atari.py", "days", "learn_atari.py"),
     "learn-climb": (
         "the climb and what it is compared with",
         "20 hours",
-        ["learn_ressim.py --jobs 2"],
+        "learn_ressim.py --jobs 2",
     ),
-    "tables": ("tables of README.md and tests/benchmarks/README.md", "seconds", ["tables.py"]),
-    "figures": ("figures of the recorded results", "seconds", ["figures.py"]),
+    "tables": ("tables of README.md and tests/benchmarks/README.md", "seconds", "tables.py"),
+    "figures": ("figures of the recorded results", "seconds", "figures.py"),
 }
 
 
@@ -47,8 +47,8 @@ def peers_python():
     python = PEERS / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if not python.exists():
         venv.create(PEERS, with_pip=True)
-    install = [python, "-m", "pip", "install", "-q", "-r", ROOT / "requirements.txt", VERSIONS]
-    subprocess.run(install, check=True)
+        install = [python, "-m", "pip", "install", "-q", "-r", ROOT / "requirements.txt", VERSIONS]
+        subprocess.run(install, check=True)
     return python
 
 
@@ -64,20 +64,19 @@ def processor():
 
 def run(name):
     """Run a job and log it."""
-    python = peers_python() if name.startswith(("speed-ppo", "speed-atari")) else sys.executable
-    for command in JOBS[name][2]:
-        script, *options = command.split()
-        started = time.perf_counter()
-        subprocess.run([python, HERE / script, *options], cwd=ROOT, check=True)
-        commit = ["git", "rev-parse", "--short", "HEAD"]
-        done = subprocess.run(commit, cwd=ROOT, capture_output=True, text=True)
-        row = [name, datetime.date.today(), f"python tests/benchmarks/{command}"]
-        row += [processor(), platform.python_version(), done.stdout.strip()]
-        with (HERE / "results" / "log.csv").open("a", newline="") as file:
-            if not file.tell():
-                names = "name date command processor python commit seconds"
-                csv.writer(file).writerow(names.split())
-            csv.writer(file).writerow([*row, round(time.perf_counter() - started)])
+    command = JOBS[name][2]
+    python = peers_python() if name in ("speed-ppo", "speed-atari") else sys.executable
+    script, *options = command.split()
+    started = time.perf_counter()
+    subprocess.run([python, HERE / script, *options], cwd=ROOT, check=True)
+    commit = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(commit, cwd=ROOT, capture_output=True, text=True)
+    row = [name, datetime.date.today(), f"python tests/benchmarks/{command}"]
+    row += [processor(), platform.python_version(), done.stdout.strip()]
+    with (HERE / "results" / "log.csv").open("a", newline="") as file:
+        if not file.tell():
+            csv.writer(file).writerow("name date command processor python commit seconds".split())
+        csv.writer(file).writerow([*row, round(time.perf_counter() - started)])
 
 
 def main():
@@ -89,8 +88,8 @@ def main():
     if unknown := {*args.names} - {*JOBS, "all"}:
         parser.error(f"no such name: {', '.join(unknown)}; see --list")
     if args.list or not args.names:
-        for name, (what, duration, commands) in JOBS.items():
-            print(f"{name:13} {what}, {duration}: python tests/benchmarks/{commands[0]}")
+        for name, (what, duration, command) in JOBS.items():
+            print(f"{name:13} {what}, {duration}: python tests/benchmarks/{command}")
     for name in JOBS if "all" in args.names else args.names:
         run(name)
 

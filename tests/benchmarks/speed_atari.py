@@ -24,6 +24,7 @@ RESULTS = Path(__file__).parent / "results" / "speed_atari.csv"
 CASES = {
     "default": ("", "SubprocVecEnv"),
     "fp32": ("--precision fp32", "SubprocVecEnv"),
+    "bf16": ("--precision bf16", "SubprocVecEnv"),
     "default, games in one process": ("--num-workers 0", "DummyVecEnv"),
     "bf16, compiled": ("--precision bf16 --compile", "SubprocVecEnv"),
 }

@@ -1,11 +1,13 @@
 """Speed and memory of multilevel PPO on ResSim-v1, recorded in results/speed_ressim.csv.
 
-    python tests/benchmarks/speed_ressim.py
+    python tests/benchmarks/speed_ressim.py            # all of it
+    python tests/benchmarks/speed_ressim.py --costs    # results/level_costs.csv alone
 
-Rows: milliseconds per actor and control step on each grid (one core, 25 actors in a batch, random
-actions, all 16 fields); seconds per iteration of the paper's three-level set-up (N 50, T 80 10 5,
-K 20, 10 minibatches, 2 workers), split into simulation, policy and update; memory of all its
-processes together (proportional set size, so that shared pages count once).
+`level_costs.csv` has the milliseconds of a step on every level of ResSim-v1, v2 and the rod.
+Rows of the other: milliseconds per actor and control step on each grid (one core, 25 actors in a
+batch, random actions, all 16 fields); seconds per iteration of the paper's three-level set-up (N
+50, T 80 10 5, K 20, 10 minibatches, 2 workers), split into simulation, policy and update; memory of
+all its processes together (proportional set size, so that shared pages count once).
 """
 
 import os
@@ -26,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "speed_ressim.csv"
 sys.path.insert(0, str(ROOT))
 
+import rod  # noqa: E402
+
 import ppo_multilevel  # noqa: E402
 
 PAPER = (
@@ -35,19 +39,33 @@ PAPER = (
 ).split()
 
 
-def step_seconds(level, actors=25, episodes=5):
+def step_seconds(case, level, actors=25, episodes=5, steps=5):
     """Seconds of every step_batch call of `episodes` episodes, after one to warm up."""
-    envs = [ppo_multilevel.ResSim("ResSim-v1", level) for _ in range(actors)]
+    envs = [
+        rod.make(level) if case == "rod" else ppo_multilevel.ResSim(case, level)
+        for _ in range(actors)
+    ]
     rng, seconds = np.random.default_rng(0), []
     for _ in range(episodes + 1):
         for i, env in enumerate(envs):
             env.reset(seed=i, options={"field": i % 16})
-        for _ in range(envs[0].case.control_steps):
+        for _ in range(steps):
             actions = rng.uniform(0.001, 1, (actors, *envs[0].action_space.shape))
             start = time.perf_counter()
             envs[0].step_batch(envs, actions)
             seconds.append(time.perf_counter() - start)
-    return np.array(seconds[envs[0].case.control_steps :])
+    return np.array(seconds[steps:])
+
+
+def level_costs():
+    """Write results/level_costs.csv: what a step of each level costs, all in one run."""
+    with RESULTS.with_name("level_costs.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["case", "level", "ms"])
+        for case, levels in {"ResSim-v1": 5, "ResSim-v2": 4, "rod": 4}.items():
+            for level in range(1, levels + 1):
+                ms = 1e3 * np.median(step_seconds(case, level)) / 25
+                writer.writerow([case, level, f"{ms:.3g}"])
 
 
 def memory(pid):
@@ -80,9 +98,12 @@ def paper_run():
 
 def main():
     """Measure, print and write RESULTS."""
+    level_costs()
+    if "--costs" in sys.argv:
+        return
     table = []
     for level in (5, 4, 3, 2, 1):
-        ms = 1e3 * step_seconds(level) / 25
+        ms = 1e3 * step_seconds("ResSim-v1", level) / 25
         size = ppo_multilevel.CASES["ResSim-v1"].grids[level - 1][0]
         table.append((f"{size}x{size} step", np.min(ms), np.median(ms), "ms per actor"))
     rows, highest, versions = paper_run()

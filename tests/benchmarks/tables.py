@@ -46,11 +46,24 @@ def spread(values, form):
     )
 
 
+def grouped(rows, column):
+    """Return {value of the column: its rows}."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row[column]].append(row)
+    return groups
+
+
 # ------------------------------------------------------------------------------------ climb
 def grid(case, level):
     """Return what a level of a case is called."""
     names = GRIDS.get(case, ("8²", "16²", "32²", "64²", "128²"))
     return names[level - 1]
+
+
+def digits(case):
+    """Return how the returns of a case are written."""
+    return ".2f" if case == "rod" else ".4f"
 
 
 def methods(case):
@@ -130,7 +143,7 @@ def climb():
     rows = []
     for case, title in TITLES.items():
         curves = recorded(case)
-        up, form = f"{case}-climb", ".4f" if case != "rod" else ".2f"
+        up, form = f"{case}-climb", digits(case)
         last = f"{case}-only-{len(learn_ressim.COSTS[case])}"
         coarse = [run for run in curves if "-only-" in run and run != last]
         if up not in curves or not coarse:
@@ -145,7 +158,8 @@ def climb():
         cells.append(f"**{spread(final(curves[up]), form)}**")
         cells.append(f"**{spread(seconds_to(case, curves, up, 0.99), ',.0f')}**")
         soon = spread(seconds_to(case, curves, best, 0.99), ",.0f")
-        cells.append(f"{methods(case)[best][:-5]}: {spread(final(curves[best]), form)}; {soon}")
+        name = grid(case, int(best[-1]))
+        cells.append(f"{name}: {spread(final(curves[best]), form)}; {soon}")
         cells.append(f"{worst}ahead at {(behind <= 0).sum()} of 20")
         cells.append(", ".join(str(len(curves[run])) for run in (up, finest, best)))
         rows.append(cells)
@@ -154,7 +168,7 @@ def climb():
 
 def climb_case(case):
     """All ways of training on a case."""
-    curves, form = recorded(case), ".4f" if case != "rod" else ".2f"
+    curves, form = recorded(case), digits(case)
     header = ["training", "run", "last return", "s to 95 %", "s to 99 %", "s in all", "seeds"]
     rows = []
     for run, seeds in curves.items():
@@ -262,9 +276,7 @@ LADDER = {
 
 def returns(names, header, last=lambda name: []):
     """Return a table of runs of ppo.py; {run: label}, and cells that are added to a line."""
-    runs, rows = defaultdict(list), []
-    for row in read("ppo.csv"):
-        runs[row["run"]].append(row)
+    runs, rows = grouped(read("ppo.csv"), "run"), []
     for name, label in names.items():
         seeds = runs[name]
         cells = [label, f"{int(seeds[0]['steps']) / 1e6:.1f}M"]
@@ -306,10 +318,14 @@ def ladder():
 
 
 # ------------------------------------------------------------------------------------ Atari, speed
+DEFAULTS = {"CartPole-v1", "HalfCheetah-v5", "Breakout, default", "Breakout, default, Intel Xeon"}
+
+
 def atari():
     """Lines of the default runs of two games."""
+    runs = grouped(read("atari.csv"), "run")
     for game, published in PUBLISHED.items():
-        seeds = [row for row in read("atari.csv") if row["run"] == game]
+        seeds = runs[game]
         steps = sorted({f"{int(row['steps']) / 1e6:.1f}M" for row in seeds})
         cells = [game, " to ".join(steps[:: len(steps) - 1] if len(steps) > 1 else steps)]
         cells.append(spread([row["episodic_return"] for row in seeds], ".1f"))
@@ -331,16 +347,16 @@ def atari_runs():
     return markdown([*header, "by phase: mode; samples"], rows)
 
 
-def speed(best=False):
-    """Steps per second beside Stable-Baselines3; of the cases that --cases needs not name: best."""
+def speed(cases=None):
+    """Steps per second beside Stable-Baselines3, of all cases or of these."""
     header = ["case", "steps/s", "Stable-Baselines3", "ratio, median (range)", "pairs", "torch"]
     rows = []
     for script in ("ppo", "atari"):
         for row in read(f"speed_{script}.csv"):
-            versions, case = json.loads(row["versions"]), row["case"]
-            if best and "," in case.removeprefix("default, Intel") or best and case == "fp32":
+            versions = json.loads(row["versions"])
+            case = row["case"] if script == "ppo" else f"Breakout, {row['case']}"
+            if cases and case not in cases:
                 continue
-            case = case if script == "ppo" else f"Breakout, {case}"
             cells = [case, f"{int(row['ours']):,}", f"{int(row['sb3']):,}"]
             cells.append(f"{row['ratio']} ({row['lowest']} to {row['highest']})")
             rows.append([*cells, row["pairs"], versions["torch"].partition("+")[0]])
@@ -349,7 +365,7 @@ def speed(best=False):
 
 def speed_best():
     """The defaults alone."""
-    return speed(best=True)
+    return speed(DEFAULTS)
 
 
 def profile():
