@@ -578,7 +578,7 @@ class Climb:
         self.kind, self.home, self.rate = kind, self.level, rate
         self.level, self.refit = level, True
         run.model.load_state_dict(self.best)
-        run.optimizer.load_state_dict(self.adam)
+        run.optimizer.load_state_dict(copy.deepcopy(self.adam))  # which goes on from these tensors
         run.recent.clear()
         self.start(window)
 
