@@ -685,9 +685,10 @@ class Game:
         if terminated not in flags or truncated not in flags or getattr(reward, "shape", ()):
             raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
         self.show("next_obs", obs, info)
-        going = not a["ended"][n]  # after the step before
-        a["episode_return"][n] = a["episode_return"][n] * going + reward
-        a["episode_length"][n] = a["episode_length"][n] * going + 1
+        if a["ended"][n]:  # by the step before
+            a["episode_return"][n] = a["episode_length"][n] = 0
+        a["episode_return"][n] += reward
+        a["episode_length"][n] += 1
         a["rewards"][n], a["ended"][n] = reward, terminated or truncated
         a["terminated"][n], a["truncated"][n] = terminated, truncated and not terminated
         self.show("obs", *(self.env.reset() if a["ended"][n] else (obs, info)))

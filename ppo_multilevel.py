@@ -513,8 +513,7 @@ class Climb:
 
     def plan(self):
         """Return what the next iteration does."""
-        refit, self.refit = self.refit, False
-        return Plan([self.level], [self.args.num_steps[self.level]], [], refit)
+        return Plan([self.level], [self.args.num_steps[self.level]], [], self.refit)
 
     def begin(self, run):
         """Make the first check. Returns what is logged of it."""
@@ -527,7 +526,9 @@ class Climb:
         row, seconds = {"level": self.args.levels[self.level]}, self.seconds(self.level)
         self.time, self.spent = self.time + seconds, self.spent + seconds
         self.unchecked += seconds
-        self.refit |= self.args.norm_obs and run.iteration == 1  # now observations are normalised
+        # Are observations normalised from now on, by those of this iteration? Then fit once more.
+        rows = self.args.num_envs * self.args.num_steps[self.level]
+        self.refit = self.args.norm_obs and float(run.model.obs_norm.count) <= rows
         over, due = self.spent >= self.window, self.CHECKS * self.check_seconds
         if over or self.unchecked >= due or run.share_done() >= 1:
             row["check_return"] = self.check(run)
@@ -579,7 +580,6 @@ class Climb:
         self.level, self.refit = level, True
         run.model.load_state_dict(self.best)
         run.optimizer.load_state_dict(copy.deepcopy(self.adam))  # which goes on from these tensors
-        run.recent.clear()
         self.start(window)
 
     def start(self, window=None):
@@ -794,7 +794,8 @@ def refit_values(model, batch):
     model.value.weight.copy_(torch.tensor([weight]))
     model.value.bias.fill_(bias)
     batch["values"] = model(batch["obs"])[1]
-    batch["advantages"] = batch["returns"] - batch["values"]
+    scale = 1 if model.value_norm is None else model.value_norm.std
+    batch["advantages"] = scale * (batch["returns"] - batch["values"])
 
 
 # ------------------------------------------------------------------------------------ speed
@@ -917,9 +918,10 @@ class Game:
         if terminated not in flags or truncated not in flags or getattr(reward, "shape", ()):
             raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
         self.show("next_obs", obs)
-        going = not a["ended"][n]  # after the step before
-        a["episode_return"][n] = a["episode_return"][n] * going + reward
-        a["episode_length"][n] = a["episode_length"][n] * going + 1
+        if a["ended"][n]:  # by the step before
+            a["episode_return"][n] = a["episode_length"][n] = 0
+        a["episode_return"][n] += reward
+        a["episode_length"][n] += 1
         a["rewards"][n], a["ended"][n] = reward, terminated or truncated
         a["terminated"][n], a["truncated"][n] = terminated, truncated and not terminated
         self.reset() if a["ended"][n] else self.show("obs", obs)
@@ -1089,9 +1091,9 @@ def measured_costs(args, model):
     """Return the seconds that a step takes on each level (--eval-level too), all workers together,
     and then all that an iteration does beside simulating. Neither model nor generators change."""
     levels, costs = sorted({*args.levels, args.eval_level}), []
-    if len(levels) == 1:
+    if len(levels) == 1 and args.analyse is None:
         return [1.0, 0.0]
-    processes = max(1, args.num_workers) * num_ranks()
+    processes = max(1, min(args.num_workers, args.num_envs // num_ranks())) * num_ranks()
     model, generator = copy.deepcopy(model), torch.Generator()
     for level in levels:
         with closing(make_pool(args, model, game_seeds(args, 0)[:1], 0, [level])) as pool:
@@ -1348,6 +1350,8 @@ class Run(AbstractContextManager):
         """Return which share of the run's length is complete."""
         if self.args.total_cost:
             return self.counters["sim_cost"] / self.args.total_cost
+        if self.args.total_timesteps and len(self.args.levels) > 1:
+            return self.counters["global_step"] / self.args.total_timesteps
         return self.iteration / self.args.num_iterations
 
     def charge(self, pool):
@@ -1364,8 +1368,12 @@ class Run(AbstractContextManager):
 
     def check(self):
         """Play the episodes of a check. Returns their returns (E,), and the cost as `charge`."""
-        returns, _ = evaluate(self.model, self.check_pool)
-        returns = np.concatenate(gathered_objects(returns))
+        played = gathered_objects(evaluate(self.model, self.check_pool))
+        returns = np.concatenate([returns for returns, _ in played])
+        if not np.isfinite(returns).all():
+            raise GameError("NaN or infinity in the returns of a check")
+        if cut := sum(cut for _, cut in played):
+            self.say(f"check: {cut} episodes cut off at {EVAL_STEPS:,} steps")
         return torch.from_numpy(returns), self.charge(self.check_pool)[1]
 
     def say(self, text):
@@ -1382,6 +1390,8 @@ class Run(AbstractContextManager):
         """Log the row of an iteration and the episodes' (return, length), save at times."""
         seconds = time.perf_counter() - self.started
         self.count(wall_seconds=seconds)
+        if self.history and self.history[-1].get("level") != row.get("level"):
+            self.recent = []  # episodes of the level that a climb was on
         self.recent = (self.recent + episodes)[-100:]
         means = np.mean(self.recent or [(math.nan, math.nan)], axis=0).tolist()
         row |= self.counters | dict(zip(("episodic_return", "episodic_length"), means))
@@ -2299,16 +2309,14 @@ def parse_args(argv=None):
         if T != "auto":
             rows = "rows of a finer level" if level and args.schedule == "together" else "rows"
             check_rows(parser, args, args.num_envs * T, rows)
-    # All actors' steps, coarse partners' included: N Σ_l (T^l + T̃^{l−1}); of a climb, one level's.
-    steps = [T for T in args.num_steps if T != "auto"]
-    steps = max(steps) if args.schedule == "climb" else 2 * sum(steps) - steps[0]
     if args.total_cost and (args.total_timesteps or args.num_iterations):
         parser.error("argument --total-cost: not allowed with another length of the run")
-    if args.total_timesteps:
-        args.num_iterations = max(1, args.total_timesteps // (args.num_envs * steps))
-    if not args.num_iterations and not args.total_cost:
+    if args.total_timesteps and len(args.levels) == 1:
+        rows = args.num_envs * args.num_steps[0]
+        args.num_iterations = max(1, args.total_timesteps // rows)
+    if not (args.num_iterations or args.total_timesteps or args.total_cost):
         if args.schedule == "climb":
-            usual = {"total_cost": 100.0 * args.num_envs * steps}
+            usual = {"total_cost": 100.0 * args.num_envs * max(args.num_steps)}
             args.total_cost = DEFAULTS.get(args.env, usual)["total_cost"]
         else:
             args.num_iterations = 200
@@ -2340,10 +2348,14 @@ def complete(parser, args):
     for level in [*args.levels, args.eval_level]:
         with closing(make_env(args.env, level)) as env:
             spaces.append((env.observation_space, env.action_space))
+            maps = hasattr(env.unwrapped, "map_from")
         if spaces[-1] != spaces[0]:
             parser.error(f"argument --levels: level {level} has other spaces than the first")
-    if several and args.eval_level != args.levels[-1]:
-        parser.error("argument --eval-level: with several levels it is the last one")
+    above, last = args.eval_level - args.levels[-1], several or args.schedule == "climb"
+    if not args.eval and (above < 0 or above and last):
+        parser.error("argument --eval-level: the last of --levels, or above a single one")
+    if several and args.coupling == "step" and not maps:
+        parser.error(f"argument --coupling: step needs map_from, which {args.env} has not")
     count = len({*args.levels, args.eval_level}) + 1
     if args.level_costs and len(args.level_costs) != count:
         parser.error(f"argument --level-costs: {count} numbers are due, the last one of an update")

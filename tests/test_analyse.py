@@ -15,6 +15,12 @@ SMALL = "--num-envs 20 --num-minibatches 2 --hidden 8 --init-log-std -1 --num-wo
 SMALL += "--level-costs 1e-3 4e-3 1".split()
 
 
+def test_measured_cost_of_one_level():
+    """Without others to compare with, a step takes seconds all the same."""
+    args = ml.parse_args("--env ResSim-v1 --levels 1 --num-envs 10 --analyse".split())
+    assert 0 < ml.measured_costs(args, ml.make_model(args))[0] < 0.1
+
+
 class Line(gym.Env):
     """Three steps, or `longer` on level 1, from a random start; rewards as `reward` says."""
 

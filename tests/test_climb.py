@@ -5,6 +5,7 @@ import json
 import shutil
 import types
 
+import envs
 import numpy as np
 import pytest
 import torch
@@ -27,7 +28,7 @@ class FakeRun:
     iteration = 0
 
     def __init__(self):
-        self.model, self.recent, self.said = torch.nn.Linear(1, 1), [1], []
+        self.model, self.said = torch.nn.Linear(1, 1), []
         self.optimizer, self.checks = torch.optim.Adam(self.model.parameters()), []
         self.say = self.said.append
 
@@ -45,6 +46,7 @@ def climb(levels=3, norm_obs=False):
     args.levels = [*range(1, levels + 1)]
     args.level_costs = [*COSTS[:levels], COSTS[-1]]
     rule, run = ml.Climb(args), FakeRun()
+    run.model.obs_norm = ml.RunningNorm() if norm_obs else None
     run.checks.append((0.0, 0.0))
     assert rule.begin(run) == {"level": 1, "check_return": 0.0}
     assert [rule.seconds(level) for level in range(levels)] == [20, 50, 170][:levels]
@@ -78,14 +80,19 @@ def test_productive_level_is_kept():
 
 @pytest.mark.parametrize("norm_obs", [False, True])
 def test_first_fit_of_the_values(norm_obs):
-    """It waits for the statistics of observations, which the first iteration brings."""
+    """It waits for the statistics of observations, which the first iteration brings; again if the
+    run goes back to parameters from before that."""
     rule, run = climb(norm_obs=norm_obs)
     fits = []
-    for iteration in (1, 2, 3):
+    for iteration in range(5):
         fits.append(rule.plan().refit)
-        run.iteration, run.checks = iteration, [(0.0, 0.0)]
+        if norm_obs:
+            run.model.obs_norm.update(torch.zeros(10))
+        run.checks = [(0.0, 0.0)]
         rule.review(run, None)
-    assert fits == [not norm_obs, norm_obs, False]
+        if iteration == 2:
+            rule.go(run, 0, 0.0, "to the first parameters")
+    assert fits == [not norm_obs, norm_obs, False, True, norm_obs]
 
 
 def test_noise_goes_up():
@@ -94,7 +101,10 @@ def test_noise_goes_up():
     rule.plan()
     error = 1.0 / 3**0.5  # of four differences ±1: deviation √(4/3), over √4
     window(rule, run, 1.49 * error, 1.0)
-    assert rule.level == 1 and rule.plan().refit and not rule.plan().refit
+    assert rule.level == 1 and rule.plan().refit and rule.plan().refit  # until it is done
+    run.checks = [(0.0, 0.0)]
+    rule.review(run, None)
+    assert not rule.plan().refit
     assert "level 1 → 2" in run.said[0] and "up: no more than noise" in run.said[0]
     rule, run = climb()
     window(rule, run, 1.51 * error, 1.0)
@@ -158,7 +168,19 @@ def test_best_parameters_are_kept_and_restored():
         run.model.weight.fill_(8.0)
     window(rule, run, 0.5)  # no gain: a last chance on this level itself, from the best
     assert torch.equal(run.model.weight, best) and torch.equal(rule.best["weight"], best)
-    assert rule.returns.mean() == 1.0 and run.recent == []
+    assert rule.returns.mean() == 1.0
+
+
+def test_adam_of_the_best_check_stays_as_it_is():
+    """Training goes on from Adam's state of then, and may come back to it a second time."""
+    rule, run = climb()
+    for _ in range(3):
+        run.model(torch.ones(1)).backward()
+        run.optimizer.step()
+        rule.adam = rule.adam if rule.adam["state"] else run.optimizer.state_dict()
+        rule.go(run, 1, 0.0, "somewhere")
+        assert run.optimizer.state_dict()["state"][0]["step"] == 1
+    assert rule.adam["state"][0]["step"] == 1
 
 
 def test_checks_are_charged_to_the_rules_time():
@@ -190,6 +212,19 @@ def test_refit_values_is_least_squares():
     torch.testing.assert_close(batch["advantages"], batch["returns"] - batch["values"])
     torch.testing.assert_close(model(obs)[1], batch["values"])
     assert torch.equal(model.head.mean.weight, policy)
+
+
+def test_refit_advantages_are_in_the_rewards_unit():
+    """Also where values are normalised ones."""
+    args = ml.make_parser().parse_args(["--hidden", "6", "--norm-value"])
+    model = ml.Model(3, ml.gym.spaces.Box(-1, 1, (2,)), args)
+    returns = 100 + 50 * torch.randn(40)
+    batch = {"obs": torch.randn(40, 3), "returns": returns, "values": torch.zeros(40)}
+    ml.normalise_values(model, batch, returns)
+    ml.refit_values(model, batch)
+    values = model.value_norm.mean + model.value_norm.std * batch["values"]
+    torch.testing.assert_close(batch["advantages"], returns - values, atol=1e-3, rtol=1e-4)
+    assert batch["advantages"].std() > 10
 
 
 # Runs ---------------------------------------------------------------------------------------------
@@ -312,6 +347,65 @@ def test_game_that_fails_in_a_check(tmp_path, monkeypatch):
     assert torch.equal(state["current"]["value.weight"], weights[0])
     resumed = ml.train(ml.parse_args(["--resume", str(run_dir), "--quiet"]))
     assert resumed.iteration == 30 and resumed.history[-1]["check_return"]
+
+
+def test_nan_in_a_check(tmp_path, monkeypatch):
+    """No check would ever be better than NaN."""
+    monkeypatch.setattr(ml, "evaluate", lambda *_, **__: (np.full(4, np.nan), 0))
+    with pytest.raises(ml.GameError, match="NaN or infinity in the returns of a check"):
+        ml.train(ml.parse_args([*SMALL, "--num-iterations", "1", "--log-dir", str(tmp_path)]))
+
+
+def test_check_that_is_cut_off(tmp_path, monkeypatch, capsys):
+    """A line says how many of its episodes did not end."""
+    monkeypatch.setattr(ml, "EVAL_STEPS", 2)
+    argv = [word for word in SMALL if word != "--quiet"]
+    ml.train(ml.parse_args([*argv, "--num-iterations", "1", "--log-dir", str(tmp_path)]))
+    assert "check: 4 episodes cut off at 2 steps" in capsys.readouterr().out
+
+
+MADE = (
+    "--env envs:make --levels 1 2 --level-costs 1 2 1 --num-envs 2 --num-minibatches 2 --hidden 8"
+)
+MADE = f"{MADE} --num-workers 0 --eval-every 0 --check-episodes 2 --quiet".split()
+
+
+def test_episodic_return_is_of_one_level(tmp_path, monkeypatch):
+    """Episodes of the level that a climb has left do not count."""
+    step = envs.Levels.step
+    monkeypatch.setattr(
+        envs.Levels,
+        "step",
+        lambda env, action: (*step(env, action)[:1], env.level, False, True, {}),
+    )
+    argv = [*MADE, "--num-steps", "4", "--num-iterations", "12", "--log-dir", str(tmp_path)]
+    history = ml.train(ml.parse_args(argv)).history[1:]
+    assert {row["level"] for row in history} == {1, 2}
+    assert all(row["episodic_return"] == row["level"] for row in history)
+
+
+@pytest.mark.parametrize("schedule", ["climb", "together"])
+def test_total_timesteps(tmp_path, schedule):
+    """The run ends once it has taken as many, whatever the levels' T."""
+    argv = [*MADE, "--num-steps", "4", "40", "--schedule", schedule, "--total-timesteps", "500"]
+    run = ml.train(ml.parse_args([*argv, "--log-dir", str(tmp_path)]))
+    last = run.history[-1]["global_step"] - run.history[-2]["global_step"]
+    assert 500 <= run.counters["global_step"] < 500 + last
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 8])
+def test_measured_costs(monkeypatch, num_workers):
+    """Seconds per step, divided by the workers that there are: no more than actors."""
+    args = ml.parse_args([*MADE, "--num-steps", "4", "--num-workers", str(num_workers)])
+    rollout = ml.rollout
+
+    def timed(model, pool, level, T, *rest):
+        result = rollout(model, pool, level, T, *rest)
+        pool.arrays["seconds"][:] = T
+        return result
+
+    monkeypatch.setattr(ml, "rollout", timed)
+    assert ml.measured_costs(args, ml.make_model(args))[:2] == [1 / min(2, num_workers)] * 2
 
 
 def test_another_level_of_evaluations(tmp_path):
