@@ -591,7 +591,9 @@ class Game:
         arrays["episode_return"][n], arrays["episode_length"][n] = game
 
     def get_state(self):
-        """Return what `set_state` needs to go on as if nothing had happened."""
+        """Return what `set_state` needs to go on as if nothing had happened (almost so with sticky
+        actions, whose last one ALE does not tell, and in Qbert, of which it leaves out something).
+        """
         names = "seed screens game_over score length lives".split()  # obs is in the arrays
         kept = {name: getattr(self, name) for name in names}
         return kept, self.ale.cloneState(include_rng=True), self.env.unwrapped.np_random
@@ -934,16 +936,16 @@ class Run(AbstractContextManager):
         with suppress(Exception):  # if a game has failed, or if packages are others than then
             parts = pickle.loads(state["games"].numpy().tobytes())
         fits = len(parts) == num_ranks()
-        if not fits and "reward_norm.discounted" in state["model"]:  # of episodes that are lost
-            state["model"]["reward_norm.discounted"].zero_()
+        if lost := sum(states.count(None) for _, states in parts) if fits else "all":
+            report(f"{lost} games start new episodes: no state of theirs is there that fits")
+            state["counters"]["starts"] += 1
+            if "reward_norm.discounted" in state["model"]:  # of episodes that are lost
+                state["model"]["reward_norm.discounted"].zero_()
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
         self.counters, self.saved = state["counters"], state["counters"]["iteration"]
-        if lost := sum(states.count(None) for _, states in parts) if fits else "all":
-            report(f"{lost} games start new episodes: no state of theirs is there that fits")
-            self.counters["starts"] += 1
         return parts[rank()] if fits else ({}, None)
 
 
@@ -1064,7 +1066,7 @@ def export_onnx(path, model, inputs):
         action, state = model.policy(**dict(zip(inputs, tensors, strict=True)))
         if isinstance(space := model.action_space, gym.spaces.Box):  # as in `to_env`
             action = action.clamp(torch.as_tensor(space.low), torch.as_tensor(space.high))
-        action = action + torch.as_tensor(getattr(space, "start", 0))
+        action = action + torch.as_tensor(np.int64(getattr(space, "start", 0)))
         return action if state is None else (action, state)
 
     model.cpu().forward = policy  # which the exporter calls

@@ -941,14 +941,19 @@ class Game:
         """Return what `set_state` needs to go on as if nothing had happened, or None."""
         with suppress(Exception):  # whatever an env and its attributes raise
             states = [x.get_state() if kept is None else kept for x, kept in layers(self.env)]
-            state = pickle.dumps([self.seed, self.random, *states])
+            names = {id(x): i for i, (x, _) in enumerate(layers(self.env))}
+            pickler = pickle.Pickler(file := io.BytesIO())
+            pickler.persistent_id = lambda x: names.get(id(x))  # of what looks back at the env
+            pickler.dump([self.seed, self.random, *states])
             # EzPickle keeps how an env was made, not where it is.
-            return None if b"_ezpickle_args" in state else state
+            return None if b"_ezpickle_args" in file.getvalue() else file.getvalue()
 
     def set_state(self, state):
         """Go on from the state of a game like this one."""
-        self.seed, self.random, *states = pickle.loads(state)
-        for (layer, kept), state in zip(layers(self.env), states, strict=True):
+        envs, unpickler = layers(self.env), pickle.Unpickler(io.BytesIO(state))
+        unpickler.persistent_load = lambda i: envs[i][0]
+        self.seed, self.random, *states = unpickler.load()
+        for (layer, kept), state in zip(envs, states, strict=True):
             layer.set_state(state) if kept is None else vars(layer).update(state)
 
 
@@ -1480,17 +1485,17 @@ class Run(AbstractContextManager):
         with suppress(Exception):  # if a game has failed, or if packages are others than then
             parts = pickle.loads(state["games"].numpy().tobytes())
         fits = len(parts) == num_ranks()
-        if not fits and "reward_norm.discounted" in state["model"]:  # of episodes that are lost
-            state["model"]["reward_norm.discounted"].zero_()
+        if lost := sum(states.count(None) for _, states in parts) if fits else "all":
+            report(f"{lost} games start new episodes: no state of theirs is there that fits")
+            state["counters"]["starts"] += 1
+            if "reward_norm.discounted" in state["model"]:  # of episodes that are lost
+                state["model"]["reward_norm.discounted"].zero_()
         self.model.load_state_dict(state["current"])
         vars(self.rule).update(state["rule"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
         self.counters, self.saved = state["counters"], state["counters"]["iteration"]
-        if lost := sum(states.count(None) for _, states in parts) if fits else "all":
-            report(f"{lost} games start new episodes: no state of theirs is there that fits")
-            self.counters["starts"] += 1
         return parts[rank()] if fits else ({}, None)
 
 
@@ -1622,7 +1627,7 @@ def export_onnx(path, model, inputs):
         action, state = model.policy(**dict(zip(inputs, tensors, strict=True)))
         if isinstance(space := model.action_space, gym.spaces.Box):  # as in `to_env`
             action = action.clamp(torch.as_tensor(space.low), torch.as_tensor(space.high))
-        action = action + torch.as_tensor(getattr(space, "start", 0))
+        action = action + torch.as_tensor(np.int64(getattr(space, "start", 0)))
         return action if state is None else (action, state)
 
     model.cpu().forward = policy  # which the exporter calls

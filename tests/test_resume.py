@@ -285,6 +285,24 @@ def test_games_whose_state_does_not_fit(script, tmp_path, capsys, monkeypatch):
     assert iterations(resumed) == [1, 2, 3]
 
 
+def test_games_without_a_state(tmp_path, capsys, monkeypatch):
+    """They start new episodes, and so do the discounted sums of --norm-reward."""
+    monkeypatch.setattr(ppo.Game, "get_state", lambda game: None)
+    run_dir = small_run(ppo, tmp_path, "--norm-reward").run_dir
+    assert ppo.load_checkpoint(run_dir)["model"]["reward_norm.discounted"].all()
+    normalise, sums = ppo.normalise_rewards, []
+
+    def watched(model, *rest):
+        sums.append(model.reward_norm.discounted.clone())
+        normalise(model, *rest)
+
+    monkeypatch.setattr(ppo, "normalise_rewards", watched)
+    capsys.readouterr()
+    assert resume(ppo, run_dir, "--num-iterations", "4").counters["starts"] == 1
+    assert "games start new episodes: no state of theirs" in capsys.readouterr().err
+    assert not sums[0].any() and sums[1].any()
+
+
 @SCRIPTS
 def test_run_that_died_while_saving(script, tmp_path, capsys):
     """Half a file, or rows of iterations that no checkpoint has, are not used, and are removed."""
@@ -330,6 +348,23 @@ def test_env_says_its_state():
     ppo.Game.set_state(game, state_of(envs[0]))
     assert envs[1].unwrapped.count == 105 and envs[1]._elapsed_steps == 3
     assert game.seed == 7
+
+
+def test_state_that_looks_back_at_the_env():
+    """A part or a wrapper that knows its env knows the one that goes on, not a copy of it."""
+
+    def make():
+        env = gym.wrappers.TimeLimit(Counter(), 10)
+        env.base, env.unwrapped.other = env.unwrapped, [env.unwrapped.take, env]
+        return env
+
+    old, new = make(), make()
+    old.unwrapped.count = 5
+    ppo.Game.set_state(SimpleNamespace(env=new), state_of(old))
+    assert new.base is new.unwrapped and new.base.count == 5
+    take, wrapper = new.base.other
+    take(1)
+    assert wrapper is new and new.base.count == 101
 
 
 def test_env_without_a_way_to_tell_its_state():

@@ -28,6 +28,7 @@ CASES = {
     "HalfCheetah": (ppo, "--env HalfCheetah-v5 --norm-obs --layer-norm"),
     "start": (ppo, "--env envs_spaces:Action-five-v0"),
     "MultiDiscrete": (ppo, "--env envs_spaces:Action-multi_start-v0"),
+    "unsigned": (ppo, "--env envs_spaces:Action-unsigned-v0"),
     "MultiBinary": (ppo, "--env envs_spaces:Action-square-v0"),
     "full covariance": (ppo, "--env Pendulum-v1 --full-covariance"),
     "masks": (ppo, "--env envs_spaces:Masked-table-info-v0"),
