@@ -216,11 +216,11 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
     deltas = rewards + gamma * next_values * ~terminated - values
     decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
-    advantages, advantage = torch.empty_like(rewards), torch.zeros_like(rewards[0])  # Â_T = 0
-    for t in reversed(range(len(rewards))):
+    advantages = [torch.zeros_like(rewards[0])]  # Â_T = 0, then from the last step to the first
+    for delta_t, decay_t in zip(deltas.flip(0), decay.flip(0)):
         # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
-        advantages[t] = advantage = torch.addcmul(deltas[t], decay[t], advantage)
-    return advantages
+        advantages.append(torch.addcmul(delta_t, decay_t, advantages[-1]))
+    return torch.stack(advantages[:0:-1])
 
 
 def make_batch(buffer, model, args):
@@ -304,7 +304,7 @@ def update(model, optimizer, batch, args, generator):
             for parameter in parameters:
                 averaged(parameter.grad)
             norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm, foreach=False)
-            if not norm.isfinite():  # before it reaches the weights
+            if not math.isfinite(norm):  # before it reaches the weights
                 raise FloatingPointError("gradient is not finite: lower --learning-rate?")
             optimizer.step()
         if args.adaptive_lr:  # as in skrl's KLAdaptiveLR, by the epoch's mean approx_kl

@@ -229,9 +229,8 @@ STEP_RESULTS = ("next_obs", "rewards", "terminated", "truncated")
 
 
 def rollouts(model, pool, plan, args, generator):
-    """Roll out the levels of a plan. Returns the batches of all members, in the order own¹, sync²,
-    own², sync³, own³, ..., and for each level the (return, length) of its own episodes that
-    ended."""
+    """Roll out the levels of a plan. Returns the batches of all members: own¹, sync², own², sync³,
+    own³, ...; and each level's list of the (return, length) of its own episodes that ended."""
     batches, episodes = [], []
     for level, T in zip(plan.levels, plan.num_steps):
         buffers, ended = rollout(model, pool, level, T, args, generator)
@@ -301,11 +300,11 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
     deltas = rewards + gamma * next_values * ~terminated - values
     decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
-    advantages, advantage = torch.empty_like(rewards), torch.zeros_like(rewards[0])  # Â_T = 0
-    for t in reversed(range(len(rewards))):
+    advantages = [torch.zeros_like(rewards[0])]  # Â_T = 0, then from the last step to the first
+    for delta_t, decay_t in zip(deltas.flip(0), decay.flip(0)):
         # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
-        advantages[t] = advantage = torch.addcmul(deltas[t], decay[t], advantage)
-    return advantages
+        advantages.append(torch.addcmul(delta_t, decay_t, advantages[-1]))
+    return torch.stack(advantages[:0:-1])
 
 
 def make_batch(buffer, inputs, args):
@@ -425,7 +424,7 @@ def update(model, optimizer, batch, plan, args, generator):
             for parameter in parameters:
                 averaged(parameter.grad)
             norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm, foreach=False)
-            if not norm.isfinite():  # before it reaches the weights
+            if not math.isfinite(norm):  # before it reaches the weights
                 raise FloatingPointError("gradient is not finite: lower --learning-rate?")
             optimizer.step()
     return summary(seen)
@@ -788,7 +787,7 @@ def refit_values(model, batch):
     """Fit the value function's last layer to a batch's returns, by least squares; advantages are
     what is left. Without that a policy gets worse for some iterations on a level that is new."""
     features = nn.functional.pad(model.critic(model.obs_norm(batch["obs"])), (0, 1), value=1.0)
-    features, returns = features.double(), batch["returns"].double()  # (M, F + 1), (M,)
+    features, returns = features.cpu().double(), batch["returns"].cpu().double()  # (M, F + 1), (M,)
     square = features.T @ features + 1e-6 * len(returns) * torch.eye(features.shape[1]).to(features)
     *weight, bias = torch.linalg.solve(square, features.T @ returns).tolist()
     model.value.weight.copy_(torch.tensor([weight]))
