@@ -3,9 +3,9 @@
     python tests/benchmarks/run.py --list
     python tests/benchmarks/run.py speed-ppo tables     # or: all, which takes days
 
-Stable-Baselines3 gets an environment of its own, runs/peers, made when it is first needed. What was
-run, when, on what, for how long is added to results/log.csv. Runs that learn resume where they can
-and are copied to results/ when they are finished.
+Stable-Baselines3 and skrl get an environment of their own, runs/peers, made when it is first
+needed. What was run, when, on what, for how long is added to results/log.csv. Runs that learn
+resume where they can and are copied to results/ when they are finished.
 """
 
 import argparse
@@ -22,9 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 PEERS = ROOT / "runs" / "peers"
-VERSIONS = "stable-baselines3==2.9.2"
+VERSIONS = ("stable-baselines3==2.9.2", "skrl==2.1.1")
 # {name: (what it is, how long on two cores, command of tests/benchmarks)}
 JOBS = {
+    "peers": ("the update of ppo.py beside those of its peers", "1 minute", "peers.py"),
     "speed-ppo": ("ppo.py beside Stable-Baselines3", "20 minutes", "speed_ppo.py"),
     "speed-atari": ("ppo_atari.py beside Stable-Baselines3", "30 minutes", "speed_atari.py"),
     "speed-ressim": ("time and memory of the reservoirs", "3 minutes", "speed_ressim.py"),
@@ -47,8 +48,8 @@ def peers_python():
     python = PEERS / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if not python.exists():
         venv.create(PEERS, with_pip=True)
-        install = [python, "-m", "pip", "install", "-q", "-r", ROOT / "requirements.txt", VERSIONS]
-        subprocess.run(install, check=True)
+        install = [python, "-m", "pip", "install", "-q", "-r", ROOT / "requirements.txt"]
+        subprocess.run([*install, *VERSIONS], check=True)
     return python
 
 
@@ -65,7 +66,7 @@ def processor():
 def run(name):
     """Run a job and log it."""
     command = JOBS[name][2]
-    python = peers_python() if name in ("speed-ppo", "speed-atari") else sys.executable
+    python = peers_python() if name in ("peers", "speed-ppo", "speed-atari") else sys.executable
     script, *options = command.split()
     started = time.perf_counter()
     subprocess.run([python, HERE / script, *options], cwd=ROOT, check=True)

@@ -349,6 +349,12 @@ def atari_runs():
     return markdown([*header, "by phase: mode; samples"], rows)
 
 
+def peers():
+    """Differences of an update from those of peers."""
+    rows = [[r["env"], r["peer"], r["advantages"], r["weights"]] for r in read("peers.csv")]
+    return markdown(["env", "peer", "advantages", "weights"], rows)
+
+
 def speed(cases=None):
     """Steps per second beside Stable-Baselines3, of all cases or of these."""
     header = ["case", "steps/s", "Stable-Baselines3", "ratio, median (range)", "pairs", "torch"]
