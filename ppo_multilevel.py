@@ -2346,6 +2346,9 @@ def complete(parser, args):
     several = len(args.levels) > 1
     args.schedule = args.schedule or ("climb" if several else "together")
     paired = several and args.schedule == "together"
+    for name in ("coupling", "correction", "control") if args.schedule == "climb" else ():
+        if args.analyse is None and getattr(args, name) != parser.get_default(name):
+            parser.error(f"argument --{name}: only with --schedule together")
     learning_rate, update_epochs = LEARNING["together" if paired else "climb"]
     args.learning_rate = args.learning_rate or learning_rate
     args.update_epochs = args.update_epochs or update_epochs
