@@ -421,8 +421,8 @@ def test_only_the_bounded_correction_is_bounded():
 @pytest.mark.parametrize("correction", ["literal", "bounded"])
 def test_update_forms_the_chosen_correction(correction):
     """The loss that `update` reports is the one of --correction; the value fits own rows or all."""
-    options = ["--levels", "1", "2", "--num-steps", "8", "4", "--num-workers", "0", "--env"]
-    options += ["ResSim-v1", "--num-envs", "2", "--num-minibatches", "1", "--update-epochs", "1"]
+    options = ["--levels", "1", "2", "--num-steps", "8", "4", "--schedule", "together"]
+    options += ["--num-envs", "2", "--num-minibatches", "1", "--update-epochs", "1"]
     args = ml.parse_args([*options, "--correction", correction, "--norm-adv", "off"])
     weights = ml.signed_weights([8, 4], 2, 1, [1])
     model, batch = gaussian_batch(torch.randn(32, generator=torch.manual_seed(1)), logratio=0.3)
@@ -444,8 +444,8 @@ def test_update_forms_the_chosen_correction(correction):
 @pytest.mark.parametrize("norm_adv", ["minibatch", "batch", "off"])
 def test_where_advantages_are_normalised(monkeypatch, norm_adv):
     """One affine map of all levels, from the coarsest level's rows of a minibatch or of all."""
-    options = ["--levels", "1", "2", "--num-steps", "8", "4", "--num-workers", "0", "--env"]
-    options += ["ResSim-v1", "--num-envs", "2", "--num-minibatches", "2", "--update-epochs", "1"]
+    options = ["--levels", "1", "2", "--num-steps", "8", "4", "--schedule", "together"]
+    options += ["--num-envs", "2", "--num-minibatches", "2", "--update-epochs", "1"]
     args = ml.parse_args([*options, "--correction", "literal", "--norm-adv", norm_adv])
     model, batch = gaussian_batch(torch.randn(32, generator=torch.manual_seed(1)))
     used, real = [], ml.losses

@@ -190,6 +190,6 @@ def test_readme_simulation_trains(tmp_path, coupling):
         np.testing.assert_allclose(coarse.psi(), fine.psi(), rtol=1e-6)
         rewards = [env.step(np.float32([0.5, -0.5, 0, 1]))[1] for env in (coarse, fine)]
         assert rewards[0] == pytest.approx(rewards[1], rel=0.2)
-    options = f"--env {path}:make --levels 1 2 --num-steps 8 4 --coupling {coupling}".split()
-    run_dir = train(ppo_multilevel, tmp_path, *options)
+    options = f"--env {path}:make --levels 1 2 --schedule together --coupling {coupling}".split()
+    run_dir = train(ppo_multilevel, tmp_path, *options, "--num-steps", "8", "4")
     assert (run_dir / "checkpoint.pt").exists()
