@@ -191,8 +191,9 @@ def rollout(model, pool, args, generator):
         ends = (arrays[name][arrays["ended"]] for name in ("episode_return", "episode_length"))
         episodes += zip(*(column.tolist() for column in ends), strict=True)
     for name in ("next_obs", "rewards", "obs"):
-        for t, n, *_ in np.argwhere(~np.isfinite(buffer[name])):
-            raise GameError(f"NaN or infinity in {name} of game {n}, step {t} of the rollout")
+        for t, n, *_ in np.argwhere(~(np.abs(buffer[name]) < 1e15)):  # squares fit too
+            where = f"game {n}, step {t} of the rollout"
+            raise GameError(f"NaN, infinity or over 1e15 in {name} of {where}")
     buffer = {name: torch.from_numpy(a).to(model.device) for name, a in buffer.items()}
     # One pass over all steps: no weight has changed since, so this is log π_old and V_old.
     pi, values = model(**{name: buffer[name] for name in model.inputs})
@@ -732,8 +733,8 @@ def layers(env):
     """Return wrappers, from outside, and env, each with the attributes that are its state; None if
     it has methods for that (both: MuJoCo's set_state alone does something else)."""
     wrapped, methods = isinstance(env, gym.Wrapper), ("get_state", "set_state")
-    others = ("env", "spec", "func") if wrapped else ("_ezpickle_args", "_ezpickle_kwargs")
-    kept = {name: value for name, value in vars(env).items() if name not in others}
+    others = "env func _cached_spec _saved_kwargs" if wrapped else "_ezpickle_args _ezpickle_kwargs"
+    kept = {k: value for k, value in vars(env).items() if k not in ["spec", *others.split()]}
     kept = None if all(hasattr(env, name) for name in methods) else kept
     return [(env, kept), *(layers(env.env) if wrapped else [])]
 
@@ -901,7 +902,7 @@ def averaged(tensor):
 
 # ------------------------------------------------------------------------------------ run folder
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
-CHARTS = "episodic_return episodic_length eval_return learning_rate".split()
+CHARTS = "episodic_return episodic_length eval_return eval_cut learning_rate".split()
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
 COLUMNS = [*COUNTERS, "sps", *CHARTS, *LOSSES]  # of progress.csv
 
@@ -937,7 +938,7 @@ class Run(AbstractContextManager):
 
     def __exit__(self, kind, *_):
         with self.stack:
-            if kind is GameError:
+            if kind in (GameError, BrokenPipeError):  # the latter: of the status lines
                 self.save(with_games=False)
             if kind is KeyboardInterrupt:
                 report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
@@ -1224,6 +1225,8 @@ def parse_args(argv=None):
     with closing(make_env(args.env)) as env:
         info, has_masks = env.reset()[1], num_options(env.action_space) != []
         has_masks &= "action_mask" in info or env.has_wrapper_attr("action_masks")
+        if args.action_masks and not has_masks:
+            parser.error(f"argument --action-masks: {args.env} has none")
         args.action_masks = has_masks if args.action_masks is None else args.action_masks
     if args.rnn:  # minibatches of whole sequences
         check_rows(parser, args, args.num_envs, "games (--num-envs) of a recurrent policy")
@@ -1291,6 +1294,7 @@ def one_line(error):
 def main():
     """Run the command line. Returns the exit code: 1 for failures, 2 for wrong options or files."""
     sys.path.append(os.getcwd())  # where a module of --env may lie
+    sys.stdout.reconfigure(errors="replace")  # not all of Windows's code pages have these letters
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors to the Run
     known = GameError, FloatingPointError, OSError, MemoryError
     known += (RuntimeError,) if num_ranks() > 1 else ()  # of torch, if another rank is gone

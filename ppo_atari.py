@@ -591,9 +591,8 @@ class Game:
         arrays["episode_return"][n], arrays["episode_length"][n] = game
 
     def get_state(self):
-        """Return what `set_state` needs to go on as if nothing had happened (almost so with sticky
-        actions, whose last one ALE does not tell, and in Qbert, of which it leaves out something).
-        """
+        """Return what `set_state` needs to go on as if nothing had happened (but for sticky
+        actions, whose last one ALE does not tell, and Qbert and Tetris, of which it keeps less)."""
         names = "seed screens game_over score length lives".split()  # obs is in the arrays
         kept = {name: getattr(self, name) for name in names}
         return kept, self.ale.cloneState(include_rng=True), self.env.unwrapped.np_random
@@ -785,7 +784,7 @@ def averaged(tensor):
 
 # ------------------------------------------------------------------------------------ run folder
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
-CHARTS = "episodic_return episodic_length eval_return learning_rate".split()
+CHARTS = "episodic_return episodic_length eval_return eval_cut learning_rate".split()
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
 COLUMNS = [*COUNTERS, "sps", *CHARTS, *LOSSES]  # of progress.csv
 
@@ -821,7 +820,7 @@ class Run(AbstractContextManager):
 
     def __exit__(self, kind, *_):
         with self.stack:
-            if kind is GameError:
+            if kind in (GameError, BrokenPipeError):  # the latter: of the status lines
                 self.save(with_games=False)
             if kind is KeyboardInterrupt:
                 report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
@@ -1173,6 +1172,7 @@ def one_line(error):
 def main():
     """Run the command line. Returns the exit code: 1 for failures, 2 for wrong options or files."""
     sys.path.append(os.getcwd())  # where a module of --env may lie
+    sys.stdout.reconfigure(errors="replace")  # not all of Windows's code pages have these letters
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors to the Run
     known = GameError, FloatingPointError, OSError, MemoryError
     known += (RuntimeError,) if num_ranks() > 1 else ()  # of torch, if another rank is gone

@@ -278,9 +278,9 @@ def finish(model, buffer, level):
     """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs. They come
     from passes over all steps here, so that the rollout runs the policy only."""
     for name in ("next_obs", "rewards", "obs"):
-        for t, n, *_ in np.argwhere(~np.isfinite(buffer[name])):
+        for t, n, *_ in np.argwhere(~(np.abs(buffer[name]) < 1e15)):  # squares fit too
             where = f"level {level}, actor {n}, step {t} of the rollout"
-            raise GameError(f"NaN or infinity in {name} of {where}")
+            raise GameError(f"NaN, infinity or over 1e15 in {name} of {where}")
     buffer = {name: torch.from_numpy(a).to(model.device) for name, a in buffer.items()}
     pi, values = model(**{name: buffer[name] for name in model.inputs})
     values = torch.stack([values, model(buffer["next_obs"])[1]])  # V(s_t), V(s_{t+1})
@@ -967,8 +967,8 @@ def layers(env):
     """Return wrappers, from outside, and env, each with the attributes that are its state; None if
     it has methods for that (both: MuJoCo's set_state alone does something else)."""
     wrapped, methods = isinstance(env, gym.Wrapper), ("get_state", "set_state")
-    others = ("env", "spec", "func") if wrapped else ("_ezpickle_args", "_ezpickle_kwargs")
-    kept = {name: value for name, value in vars(env).items() if name not in others}
+    others = "env func _cached_spec _saved_kwargs" if wrapped else "_ezpickle_args _ezpickle_kwargs"
+    kept = {k: value for k, value in vars(env).items() if k not in ["spec", *others.split()]}
     kept = None if all(hasattr(env, name) for name in methods) else kept
     return [(env, kept), *(layers(env.env) if wrapped else [])]
 
@@ -1281,7 +1281,8 @@ def averaged(tensor):
 # ------------------------------------------------------------------------------------ run folder
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
 COUNTERS |= {"sim_seconds": 0.0, "sim_cost": 0.0}
-CHARTS = "episodic_return episodic_length eval_return check_return level learning_rate".split()
+CHARTS = "episodic_return episodic_length eval_return eval_cut learning_rate".split()
+CHARTS += ["check_return", "level"]
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
 TIMES = ("simulation_seconds", "policy_seconds", "update_seconds")
 COLUMNS = [*COUNTERS, *TIMES, "sps", *CHARTS, *LOSSES]  # of progress.csv
@@ -1328,7 +1329,7 @@ class Run(AbstractContextManager):
 
     def __exit__(self, kind, *_):
         with self.stack:
-            if kind is GameError:
+            if kind in (GameError, BrokenPipeError):  # the latter: of the status lines
                 self.save(with_games=False)
             if kind is KeyboardInterrupt:
                 report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
@@ -2439,6 +2440,7 @@ def one_line(error):
 def main():
     """Run the command line. Returns the exit code: 1 for failures, 2 for wrong options or files."""
     sys.path.append(os.getcwd())  # where a module of --env may lie
+    sys.stdout.reconfigure(errors="replace")  # not all of Windows's code pages have these letters
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors to the Run
     known = GameError, FloatingPointError, OSError, MemoryError
     known += (RuntimeError,) if num_ranks() > 1 else ()  # of torch, if another rank is gone

@@ -92,6 +92,8 @@ class Trouble(Scripted):
             raise RuntimeError("broken on purpose")
         if self.t == 5 and self.where == "nan_reward":
             reward = np.nan
+        if self.t == 5 and self.where == "huge_reward":  # its square is infinite in float32
+            reward = -1e25
         if self.t == 5 and self.where == "nan_obs":
             obs = obs + np.inf
         return obs, reward, *ends
@@ -178,7 +180,8 @@ def make_trouble(level, evaluation=False, where=None):
     return Trouble(where if level == 2 else None, level)
 
 
-TROUBLES = ("step", "reset", "every_reset", "nan_reward", "nan_obs", "nan_reset", "nan_psi")
+TROUBLES = ("step", "reset", "every_reset", "nan_reward", "huge_reward", "nan_obs", "nan_reset")
+TROUBLES += ("nan_psi",)
 BAD_SPACES = {  # for both scripts
     "sequence": {"obs": "sequence"},
     "nested": {"obs": "nested"},

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import io
 import json
 import os
 import shutil
@@ -549,6 +550,17 @@ def test_file_that_cannot_be_loaded(refused_levels, tmp_path, content):
     refused_levels(f"--env {tmp_path}/mine.py:make --levels 1 --num-steps 8")
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_help_on_a_terminal_with_few_letters(script, monkeypatch):
+    """One that has no γ shows the rest."""
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", "--help"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "cp1252"))
+    with pytest.raises(SystemExit, match="0"):
+        script.main()
+    sys.stdout.flush()
+    assert b"?, discount per step" in sys.stdout.buffer.getvalue()
+
+
 # Evaluations that would not end -------------------------------------------------------------------
 
 
@@ -563,6 +575,7 @@ def test_evaluation_that_is_cut_off(monkeypatch, capsys):
     run = ppo.train(ppo.parse_args(options))
     first, last = capsys.readouterr().out.splitlines()[:2]
     assert "eval_cut 1" in first and "eval_cut 1" in last
+    assert (run.run_dir / "progress.csv").read_text().splitlines()[0].count("eval_cut") == 1
     env, expected = ppo.make_env("CliffWalking-v1"), 0.0
     arrays = {"obs": np.float32([env.reset(seed=10_000)[0]]), "actions": np.zeros(1, np.int64)}
     for _ in range(20):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LENGTHS = {"ppo": 1313, "ppo_atari": 1195, "ppo_multilevel": 2462}  # lines at most
+LENGTHS = {"ppo": 1317, "ppo_atari": 1195, "ppo_multilevel": 2464}  # lines at most
 SCRIPTS = list(LENGTHS)
 SECTIONS = (
     "options, train, rollout, GAE, losses, update, model, heads and normalisers, speed, games, "
@@ -28,7 +28,7 @@ DIFFERS = {
     ).split(),
     "ppo_multilevel": (
         "make_parser train rollout make_batch update normalised make_model "
-        "Model make_env Game Games game_seeds make_pool CHARTS COLUMNS Run make_eval_pool "
+        "Model make_env Game Games game_seeds make_pool COLUMNS Run make_eval_pool "
         "MAY_CHANGE parse_args parse_with_run main"
     ).split(),
     "siblings": ["STEP_RESULTS"],

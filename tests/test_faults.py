@@ -79,7 +79,7 @@ def test_game_that_fails_once(script, tmp_path, capsys, monkeypatch, how):
         "raise": "failed in step: RuntimeError: broken on purpose",
         "kill": "died with exit code -9",
     }
-    reason |= {"nan": "NaN or infinity in"}
+    reason |= {"nan": "NaN, infinity or over 1e15 in"}
     assert re.match(rf"{script.__name__}.py: error: .*{reason[how]}", line)
     assert multiprocessing.active_children() == []
     (run_dir,) = (tmp_path / "runs").iterdir()
@@ -93,6 +93,23 @@ def test_game_that_fails_once(script, tmp_path, capsys, monkeypatch, how):
     seeds = {*script.game_seeds(run.args, 0).flat, *script.game_seeds(run.args, 1).flat}
     assert len(seeds) == 2 * script.game_seeds(run.args, 0).size
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=NAMES, indirect=True)
+def test_output_that_nobody_reads_any_more(script, tmp_path, capsys, monkeypatch):
+    """When `| head` or `| tee` has gone, the run ends with a checkpoint of what it has learned."""
+    argv = [x for x in options(script, tmp_path, GOOD[script]) if x != "--quiet"]
+
+    def closed(*values, file=None, **options):
+        if file is not sys.stderr:
+            raise BrokenPipeError
+        print(*values, file=file, **options)
+
+    monkeypatch.setattr(script, "print", closed, raising=False)
+    assert run_main(script, monkeypatch, *argv, "--num-iterations", "3") == 1
+    assert "BrokenPipeError" in capsys.readouterr().err
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert script.load_checkpoint(run_dir)["counters"]["iteration"] == 1
 
 
 @pytest.mark.parametrize("iteration", [1, 3])

@@ -234,7 +234,7 @@ def test_file_is_loaded_once(tmp_path):
 
 
 @only(ppo, ppo_multilevel)
-@pytest.mark.parametrize("where", ["nan_reward", "nan_obs", "nan_reset"])
+@pytest.mark.parametrize("where", ["nan_reward", "huge_reward", "nan_obs", "nan_reset"])
 def test_game_that_gives_nan(script, tmp_path, capsys, monkeypatch, bad_env, where):
     """One line names the quantity, the game and the step; a checkpoint is left."""
     options = [*SMALL, *OWN[script], "--quiet", "--num-workers", "0"]
@@ -242,10 +242,11 @@ def test_game_that_gives_nan(script, tmp_path, capsys, monkeypatch, bad_env, whe
     monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *options])
     assert script.main() == 1
     (line,) = capsys.readouterr().err.splitlines()
-    found = {"nan_reward": ("rewards", 4), "nan_obs": ("next_obs", 4), "nan_reset": ("obs", 0)}
-    name, t = found[where]
+    found = {"nan_obs": ("next_obs", 4), "nan_reset": ("obs", 0)}
+    name, t = found.get(where, ("rewards", 4))
     who = "level 2, actor 0" if script is ppo_multilevel else "game 0"
-    assert line.endswith(f": error: NaN or infinity in {name} of {who}, step {t} of the rollout")
+    what = f"NaN, infinity or over 1e15 in {name} of {who}"
+    assert line.endswith(f": error: {what}, step {t} of the rollout")
     (run_dir,) = tmp_path.iterdir()
     state = script.load_checkpoint(run_dir)
     assert state["counters"]["iteration"] == 0 and state["games"] is None
@@ -256,9 +257,8 @@ def test_partner_that_gives_nan_after_map_from(tmp_path):
     """A NaN of psi() after map_from is found, before an update has seen it."""
     options = ["--env", "envs:make_nan_psi", "--levels", "2", "3", "--num-steps", "16", "4"]
     args = parse(ppo_multilevel, tmp_path, *options, *"--num-iterations 1 --num-workers 0".split())
-    with pytest.raises(
-        ppo_multilevel.GameError, match="^NaN or infinity in obs of level 2, actor 0, step 0"
-    ):
+    found = "^NaN, infinity or over 1e15 in obs of level 2, actor 0, step 0"
+    with pytest.raises(ppo_multilevel.GameError, match=found):
         ppo_multilevel.train(args)
 
 

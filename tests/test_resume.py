@@ -375,3 +375,13 @@ def test_env_without_a_way_to_tell_its_state():
     assert state_of(Counter(other=lambda: 0)) is None
     assert state_of(Counter(other=gym.make("HalfCheetah-v5"))) is None
     assert state_of(Counter(other=[1, 2])) is not None
+
+
+def test_how_an_env_was_made_is_not_its_state():
+    """Functions that made an env or wrap it need not be pickled: they are there already."""
+    gym.register("Lambda-v0", entry_point=lambda: Counter())
+    envs = [gym.wrappers.TransformReward(gym.make("Lambda-v0"), lambda r: r) for _ in range(2)]
+    assert all(env.spec.id == "Lambda-v0" for env in envs)  # which a wrapper remembers
+    envs[0].unwrapped.count = 5
+    ppo.Game.set_state(SimpleNamespace(env=envs[1]), state_of(envs[0]))
+    assert envs[1].unwrapped.count == 5

@@ -446,6 +446,13 @@ def test_no_action_masks(tmp_path):
         ppo.train(parse(tmp_path, "Masked-multi-info", "--no-action-masks"))
 
 
+def test_masks_that_are_not_there(capsys):
+    """--action-masks for an env without any is refused."""
+    with pytest.raises(SystemExit, match="2"):
+        ppo.parse_args(["--env", "CartPole-v1", "--action-masks"])
+    assert "--action-masks: CartPole-v1 has none" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("options", [[], ["--rnn", "gru"], ["--shared-net"]])
 def test_update_uses_the_stored_masks(tmp_path, options):
     """The ratio of the policy that has sampled is 1 with the stored masks, and not without."""
