@@ -164,12 +164,16 @@ def readme_code(part):
     return code
 
 
-def test_readme_code_loads_a_policy(tmp_path, monkeypatch):
+PLAYED = ["CartPole-v1", "Taxi-v4", "CartPole-v1 --rnn gru"]  # plain, with masks, with memory
+
+
+@pytest.mark.parametrize("env", PLAYED)
+def test_readme_code_loads_a_policy(tmp_path, monkeypatch, env):
     """The lines run as they are, and play the first episode of --eval."""
-    run_dir = train(ppo, tmp_path, "--env", "CartPole-v1")
+    run_dir = train(ppo, tmp_path, "--env", *env.split())
     args = ppo.parse_args(["--eval", str(run_dir), "--eval-episodes", "1"])
     expected, code, names = ppo.evaluate_run(args), readme_code("load_checkpoint"), {}
-    assert code.count("\n") <= 12 and "runs/my-run" in code
+    assert code.count("\n") <= 15 and "runs/my-run" in code
     real = ppo.make_env
     monkeypatch.setattr(ppo, "make_env", lambda *a: gym.wrappers.RecordEpisodeStatistics(real(*a)))
     exec(code.replace("runs/my-run", str(run_dir)), names)
