@@ -1172,7 +1172,8 @@ def one_line(error):
 def main():
     """Run the command line. Returns the exit code: 1 for failures, 2 for wrong options or files."""
     sys.path.append(os.getcwd())  # where a module of --env may lie
-    sys.stdout.reconfigure(errors="replace")  # not all of Windows's code pages have these letters
+    with suppress(AttributeError):  # a notebook's; not all of Windows's code pages have a γ
+        sys.stdout.reconfigure(errors="replace")
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors to the Run
     known = GameError, FloatingPointError, OSError, MemoryError
     known += (RuntimeError,) if num_ranks() > 1 else ()  # of torch, if another rank is gone

@@ -102,8 +102,8 @@ def comparison(case):
 
 
 RUNS |= {name: options for case in COSTS for name, options in comparison(case).items()}
-# Learning rates and epochs for the finest level alone.
-for case in ("v3", "v4"):
+# Learning rates and epochs for 64² alone, the finest level but for v1.
+for case in ("v1", "v3", "v4"):
     for name, words in {"a": "1e-5 --update-epochs 20", "b": "3e-5 --update-epochs 10"}.items():
         RUNS[f"{case}-rate-{name}"] = RUNS[f"{case}-only-4"].replace(
             "1e-4 --update-epochs 5", words
