@@ -72,8 +72,8 @@ def methods(case):
     labels = {"climb": "climb", f"only-{last}": f"{grid(case, last)} only (finest)"}
     labels |= {f"only-{level}": f"{grid(case, level)} only" for level in range(1, last)}
     labels["finest-fit"] = f"{grid(case, last)} only, values fitted at first"
-    labels["rate-a"] = f"{grid(case, last)} only, 1e-5 and 20 epochs"
-    labels["rate-b"] = f"{grid(case, last)} only, 3e-5 and 10 epochs"
+    labels["rate-a"] = f"{grid(case, 4)} only, 1e-5 and 20 epochs"
+    labels["rate-b"] = f"{grid(case, 4)} only, 3e-5 and 10 epochs"
     labels |= {"multigrid": "Dixit & ElSheikh's rule", "pairs": "climb on pairs of levels"}
     labels |= {"together": "together", "published": "together, as published"}
     labels = {f"{case}-{name}": label for name, label in labels.items()}
