@@ -880,7 +880,8 @@ def test_run_progress(run):
     rows = progress(run.run_dir)
     names = (
         "iteration global_step wall_seconds starts sps episodic_return episodic_length eval_return "
-        "learning_rate policy_loss value_loss entropy approx_kl clipfrac explained_variance"
+        "eval_cut learning_rate policy_loss value_loss entropy approx_kl clipfrac "
+        "explained_variance"
     ).split()
     assert list(rows[0]) == names
     assert [int(row["iteration"]) for row in rows] == [0, 1, 2, 3]

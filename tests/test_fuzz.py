@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -154,9 +155,10 @@ def test_damaged_games(finished_run, tmp_path, outcome):
     rng, codes = np.random.default_rng(SEED), []
     copy = shutil.copytree(finished_run, tmp_path / "copy")
     state = ppo.load_checkpoint(finished_run)
-    games = state["games"].numpy().tobytes()
+    ((arrays, states),) = pickle.loads(state["games"].numpy().tobytes())
     for _ in range(60):
-        state["games"] = torch.frombuffer(bytearray(damaged(games, rng)), dtype=torch.uint8)
+        games = pickle.dumps([(arrays, [damaged(game, rng) for game in states])])
+        state["games"] = torch.frombuffer(bytearray(games), dtype=torch.uint8)
         torch.save(state, copy / "checkpoint.pt")
         codes.append(outcome(ppo, ["--resume", str(copy), "--num-iterations", "2"]))
     assert codes.count(0) > 20
