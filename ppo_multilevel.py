@@ -2431,9 +2431,10 @@ def check_rows(parser, args, num_rows, rows="rows"):
 
 def one_line(error):
     """Return an exception as one line, with the place where it may not explain itself."""
-    line = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    text, *_ = f"{type(error).__name__}: {error}".split("\nTraceback")  # of a GameError
+    line = " ".join(text.split())[:500]
     place = traceback.extract_tb(error.__traceback__)[-1]
-    known = isinstance(error, (ValueError, OSError, ImportError, gym.error.Error))
+    known = isinstance(error, (GameError, ValueError, OSError, ImportError, gym.error.Error))
     return line if known else f"{line} (in {place.name}, {place.filename}:{place.lineno})"
 
 
