@@ -146,12 +146,12 @@ def train(args):
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
     model = make_model(args)
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model, split=bool(args.value_learning_rate))
     with Run(args, model, optimizer, generator) as run:
         while run.goes_on():
             remaining = 1 - run.iteration / args.num_iterations if args.anneal_lr else 1
             rates = args.learning_rate, args.value_learning_rate or args.learning_rate
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):  # policy, V
+            for group, rate in zip(optimizer.param_groups, rates):  # policy, V
                 if not args.adaptive_lr or run.iteration == 0:  # else it goes on from where it is
                     group["lr"] = rate * remaining
             # Sample: T steps in each of N games with the policy π_old.
@@ -261,18 +261,18 @@ def losses(model, batch, clip_coef, clip_vloss):
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
     # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
-    v_loss = 0.5 * (values - returns).square()
+    v_loss = (values - returns).square()
     if clip_vloss:  # or ½ (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², if more: not in the paper
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
-        v_loss = torch.max(v_loss, 0.5 * (batch["values"] + change - returns).square())
-    return pg_loss, v_loss, model.head.entropy(pi), logratio
+        v_loss = torch.max(v_loss, (batch["values"] + change - returns).square())
+    return pg_loss, 0.5 * v_loss, model.head.entropy(pi), logratio
 
 
 # ------------------------------------------------------------------------------------ update
 def update(model, optimizer, batch, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     seen, B = [], args.num_minibatches
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     axis = batch["advantages"].dim() - 1  # of the rows; (T, N): a row is a game's whole sequence
     own = (*[slice(None)] * axis, slice(rank(), None, num_ranks()))  # rows of this rank
     if args.norm_adv == "batch":
@@ -300,13 +300,14 @@ def update(model, optimizer, batch, args, generator):
             stop = args.target_kl is not None and row[3] > args.target_kl  # approx_kl
             if stop:
                 break
-            optimizer.zero_grad(set_to_none=False)  # gradients are views, see `make_optimizer`
+            for gradient in gradients:  # of which the parameters' are views, see `make_optimizer`
+                gradient.zero_()
             loss.backward()
-            for parameter in parameters:
-                averaged(parameter.grad)
-            norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm, foreach=False)
+            norm = math.hypot(*(float(averaged(gradient).norm()) for gradient in gradients))
             if not math.isfinite(norm):  # before it reaches the weights
                 raise FloatingPointError("gradient is not finite: lower --learning-rate?")
+            for gradient in gradients:  # cut to this length
+                gradient *= min(1, args.max_grad_norm / (norm + 1e-6))
             optimizer.step()
         if args.adaptive_lr:  # as in skrl's KLAdaptiveLR, by the epoch's mean approx_kl
             kl = torch.stack(seen[epoch * B :])[:, 3].mean()
@@ -426,6 +427,8 @@ class Categorical(nn.Module):
         logits = self.logits(h)
         if action_mask is not None:  # a probability of exactly 0, and 0 log 0 = 0, unlike with −∞
             logits = logits.where(action_mask, -1e8)
+        if len(self.options) == 1:  # an update of CartPole's takes 6 % less without split and cat
+            return logits.log_softmax(-1)
         return torch.cat([part.log_softmax(-1) for part in logits.split(self.options, -1)], -1)
 
     def noise(self, batch, generator):
@@ -595,13 +598,13 @@ def fast_act(model):
     return act
 
 
-def make_optimizer(model):
-    """Return Adam with two groups, policy and value function, each one vector, of which the model's
-    parameters become views: Adam and clipping work on two tensors instead of many small ones."""
+def make_optimizer(model, split=False):
+    """Return Adam for one vector (`split`: two, policy and value function, each a group), of which
+    the parameters become views: it is faster on that than on many small tensors."""
     critic = [model.value] if model.critic is model.actor else [model.value, model.critic]
-    value = [parameter for part in critic for parameter in part.parameters()]
+    value = [parameter for part in critic * split for parameter in part.parameters()]
     policy, vectors = [p for p in model.parameters() if p not in set(value)], []
-    for parameters in (policy, value):
+    for parameters in filter(None, (policy, value)):
         vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
         vector.grad, sizes = torch.zeros_like(vector), [p.numel() for p in parameters]
         parts = vector.detach().split(sizes), vector.grad.split(sizes)

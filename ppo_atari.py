@@ -269,18 +269,18 @@ def losses(model, batch, clip_coef, clip_vloss):
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
     # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
-    v_loss = 0.5 * (values - returns).square()
+    v_loss = (values - returns).square()
     if clip_vloss:  # or ½ (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², if more: not in the paper
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
-        v_loss = torch.max(v_loss, 0.5 * (batch["values"] + change - returns).square())
-    return pg_loss, v_loss, model.head.entropy(pi), logratio
+        v_loss = torch.max(v_loss, (batch["values"] + change - returns).square())
+    return pg_loss, 0.5 * v_loss, model.head.entropy(pi), logratio
 
 
 # ------------------------------------------------------------------------------------ update
 def update(model, optimizer, batch, args, clip_coef, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     seen, B = [], args.num_minibatches
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     own = slice(rank(), None, num_ranks())  # a minibatch's rows of this rank
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
@@ -303,13 +303,14 @@ def update(model, optimizer, batch, args, clip_coef, generator):
             stop = args.target_kl is not None and row[3] > args.target_kl  # approx_kl
             if stop:
                 break
-            optimizer.zero_grad(set_to_none=False)  # gradients are views, see `make_optimizer`
+            for gradient in gradients:  # of which the parameters' are views, see `make_optimizer`
+                gradient.zero_()
             loss.backward()
-            for parameter in parameters:
-                averaged(parameter.grad)
-            norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm, foreach=False)
+            norm = math.hypot(*(float(averaged(gradient).norm()) for gradient in gradients))
             if not math.isfinite(norm):  # before it reaches the weights
                 raise FloatingPointError("gradient is not finite: lower --learning-rate?")
+            for gradient in gradients:  # cut to this length
+                gradient *= min(1, args.max_grad_norm / (norm + 1e-6))
             optimizer.step()
         if stop:
             break
@@ -425,6 +426,8 @@ class Categorical(nn.Module):
         logits = self.logits(h)
         if action_mask is not None:  # a probability of exactly 0, and 0 log 0 = 0, unlike with −∞
             logits = logits.where(action_mask, -1e8)
+        if len(self.options) == 1:  # an update of CartPole's takes 6 % less without split and cat
+            return logits.log_softmax(-1)
         return torch.cat([part.log_softmax(-1) for part in logits.split(self.options, -1)], -1)
 
     def noise(self, batch, generator):
@@ -448,13 +451,13 @@ class Categorical(nn.Module):
 
 
 # ------------------------------------------------------------------------------------ speed
-def make_optimizer(model):
-    """Return Adam with two groups, policy and value function, each one vector, of which the model's
-    parameters become views: Adam and clipping work on two tensors instead of many small ones."""
+def make_optimizer(model, split=False):
+    """Return Adam for one vector (`split`: two, policy and value function, each a group), of which
+    the parameters become views: it is faster on that than on many small tensors."""
     critic = [model.value] if model.critic is model.actor else [model.value, model.critic]
-    value = [parameter for part in critic for parameter in part.parameters()]
+    value = [parameter for part in critic * split for parameter in part.parameters()]
     policy, vectors = [p for p in model.parameters() if p not in set(value)], []
-    for parameters in (policy, value):
+    for parameters in filter(None, (policy, value)):
         vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
         vector.grad, sizes = torch.zeros_like(vector), [p.numel() for p in parameters]
         parts = vector.detach().split(sizes), vector.grad.split(sizes)

@@ -364,7 +364,7 @@ def test_one_normaliser_keeps_the_correction():
     options = ["--levels", "1", "2", "--num-steps", "60", "10", "--num-workers", "0"]
     args = ml.parse_args(["--env", "ResSim-v1", *options, "--num-envs", "1"]
                          + ["--num-minibatches", "1", "--update-epochs", "1"])  # fmt: skip
-    optimizer = torch.optim.Adam(model.parameters(), 1e-9, fused=True)
+    optimizer = ml.make_optimizer(model)
     seen = ml.update(
         model, optimizer, batch, ml.Together(args).plan(), args, torch.Generator().manual_seed(0)
     )
@@ -433,7 +433,7 @@ def test_update_forms_the_chosen_correction(correction):
     expected = policy_term(model, mb, weights, correction == "bounded").item()
     v_loss = ml.losses(model, mb, 0.1, False)[1]
     own = weights.clamp(min=0) if correction == "bounded" else weights
-    optimizer = torch.optim.Adam(model.parameters(), 1e-9)
+    optimizer = ml.make_optimizer(model)
     seen = ml.update(
         model, optimizer, batch, ml.Together(args).plan(), args, torch.Generator().manual_seed(0)
     )
@@ -450,7 +450,7 @@ def test_where_advantages_are_normalised(monkeypatch, norm_adv):
     model, batch = gaussian_batch(torch.randn(32, generator=torch.manual_seed(1)))
     used, real = [], ml.losses
     monkeypatch.setattr(ml, "losses", lambda model, mb, *a: used.append(mb) or real(model, mb, *a))
-    optimizer = torch.optim.Adam(model.parameters(), 1e-9)
+    optimizer = ml.make_optimizer(model)
     ml.update(
         model, optimizer, batch, ml.Together(args).plan(), args, torch.Generator().manual_seed(0)
     )

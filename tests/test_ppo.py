@@ -294,7 +294,8 @@ def update_setup(words=""):
     model = ppo.Model(3, SPACES["discrete"], args)
     batch, values = losses_batch(model, [1.0] * 12, torch.randn(12).tolist())
     batch["returns"] = values + torch.randn(12)
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    optimizer = ppo.make_optimizer(model)
+    optimizer.param_groups[0]["lr"] = 0.01
     return model, optimizer, batch, args, torch.Generator().manual_seed(0)
 
 
@@ -341,7 +342,8 @@ def test_gradient_clipping():
         words = f"--max-grad-norm {max_grad_norm} --update-epochs 1 --num-minibatches 1"
         model, _, *rest = update_setup(words)
         before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-        ppo.update(model, torch.optim.SGD(model.parameters(), lr=1.0), *rest)
+        vector = ppo.make_optimizer(model).param_groups[0]["params"]
+        ppo.update(model, torch.optim.SGD(vector, lr=1.0), *rest)
         changes.append(nn.utils.parameters_to_vector(model.parameters()).detach() - before)
     clipped, free = changes
     assert float(clipped.norm()) == pytest.approx(1e-3, rel=1e-2) and float(free.norm()) > 0.01
