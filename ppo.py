@@ -281,11 +281,10 @@ def update(model, optimizer, batch, args, generator):
         rows = torch.randperm(batch["advantages"].shape[axis], generator=generator).to(model.device)
         # One gather per epoch: minibatches are slices of the shuffled rows.
         shuffled = {name: c.index_select(axis, rows).chunk(B, axis) for name, c in batch.items()}
+        if args.norm_adv == "minibatch":
+            shuffled["advantages"] = [normalised(chunk) for chunk in shuffled["advantages"]]
         for i in range(B):
-            mb = {name: chunks[i] for name, chunks in shuffled.items()}
-            if args.norm_adv == "minibatch":
-                mb["advantages"] = normalised(mb["advantages"])
-            mb = {name: column[own] for name, column in mb.items()}
+            mb = {name: chunks[i][own] for name, chunks in shuffled.items()}
             *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
             pg_loss, v_loss, entropy = [term.mean() for term in terms]
             ratio = logratio.exp()
@@ -323,7 +322,8 @@ def update(model, optimizer, batch, args, generator):
 
 def normalised(advantages):
     """Return advantages with mean 0 and deviation 1."""
-    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    std, mean = torch.std_mean(advantages)
+    return (advantages - mean) / (std + 1e-8)
 
 
 # ------------------------------------------------------------------------------------ model

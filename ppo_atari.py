@@ -319,7 +319,8 @@ def update(model, optimizer, batch, args, clip_coef, generator):
 
 def normalised(advantages):
     """Return advantages with mean 0 and deviation 1."""
-    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    std, mean = torch.std_mean(advantages)
+    return (advantages - mean) / (std + 1e-8)
 
 
 # ------------------------------------------------------------------------------------ model
@@ -594,10 +595,9 @@ class Game:
         arrays["episode_return"][n], arrays["episode_length"][n] = game
 
     def get_state(self):
-        """Return what `set_state` needs to go on as if nothing had happened (but for sticky
-        actions, whose last one ALE does not tell, and Qbert and Tetris, of which it keeps less)."""
-        names = "seed screens game_over score length lives".split()  # obs is in the arrays
-        kept = {name: getattr(self, name) for name in names}
+        """Return what `set_state` needs beside the arrays to go on as if nothing had happened (but for
+        sticky actions: ALE does not tell the last one; and for Qbert and Tetris: it keeps less)."""
+        kept = {k: getattr(self, k) for k in "seed screens game_over score length lives".split()}
         return kept, self.ale.cloneState(include_rng=True), self.env.unwrapped.np_random
 
     def set_state(self, state):

@@ -434,8 +434,8 @@ def update(model, optimizer, batch, plan, args, generator):
 def normalised(advantages, coarsest):
     """Return advantages less the mean of the first `coarsest` rows, divided by their deviation. It
     is one affine map for all levels, from the coarsest level's many rows."""
-    own = advantages[:coarsest]
-    return (advantages - own.mean()) / (own.std() + 1e-8)
+    std, mean = torch.std_mean(advantages[:coarsest])
+    return (advantages - mean) / (std + 1e-8)
 
 
 class Together:
