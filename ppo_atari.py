@@ -595,8 +595,8 @@ class Game:
         arrays["episode_return"][n], arrays["episode_length"][n] = game
 
     def get_state(self):
-        """Return what `set_state` needs beside the arrays to go on as if nothing had happened (but for
-        sticky actions: ALE does not tell the last one; and for Qbert and Tetris: it keeps less)."""
+        """Return what `set_state` needs beside the arrays to go on as if nothing had happened, but
+        for a sticky action, which ALE does not tell, and Qbert and Tetris: it keeps less."""
         kept = {k: getattr(self, k) for k in "seed screens game_over score length lives".split()}
         return kept, self.ale.cloneState(include_rng=True), self.env.unwrapped.np_random
 
