@@ -1208,12 +1208,12 @@ def add_option(group, name, kind, default, text, **more):
     group.add_argument(name, default=default, help=text, **more)
 
 
-def number(kind, low=-1e300, high=1e300):
+def number(kind, low=-math.inf, high=math.inf):
     """Return an argparse type: a `kind` from low to high, neither NaN nor infinite."""
 
     def parse(text):
         value = kind(text)
-        if not low <= value <= high:
+        if not (low <= value <= high and abs(value) < 1e300):
             raise ValueError
         return value
 
