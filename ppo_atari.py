@@ -6,9 +6,8 @@
     tensorboard --logdir runs
 
 This is `ppo.py` with a Game that makes pictures of an Atari game, a convolutional network and
-shared memory for whole rollouts: on a CPU the workers have the policy too and play on their own,
-each on one core, so that nobody waits for anybody between two steps. Then all cores work on the
-update, in bfloat16 where the processor is faster with it.
+shared memory for whole rollouts: on a CPU the workers have the policy too, and nobody waits for
+anybody between two steps. Then all cores work on the update, in bfloat16 where that is faster.
 
 Papers: "PPO" is Schulman et al. 2017, Proximal policy optimization algorithms (arXiv 1707.06347);
 "GAE" is Schulman et al. 2016 (arXiv 1506.02438); pictures and network are those of Mnih et al.
@@ -24,9 +23,8 @@ Each iteration runs the policy π_old for T steps in N games, then takes K epoch
     L^CLIP(θ) = E[min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)]                       PPO, Eq. (7)
     loss = E[−L^CLIP + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]                  PPO, Eq. (9)
 
-r_t is the reward's sign, r_t(θ) the probability ratio. Shapes: T steps (--num-steps), N games
-(--num-envs), B minibatches of M rows, n actions. Everything stored at index t belongs to the action
-taken at t: `terminated[t]` and `truncated[t]` say how that action ended the episode, if it did.
+r_t is the reward's sign, r_t(θ) the probability ratio. Shapes: T steps, N games, B minibatches of M
+rows, n actions. What is stored at t, `terminated` and `truncated` too, is of the action at t.
 """
 
 import argparse
@@ -148,8 +146,7 @@ def train(args):
         torch.set_num_threads(num_threads)
         if args.compile:
             model.compile()
-        if rank() == 0 and not args.quiet:
-            print(settings(args, model), flush=True)
+        args.quiet or rank() or print(settings(args, model), flush=True)
         while run.goes_on():
             remaining = 1 - run.iteration / args.num_iterations
             for group in optimizer.param_groups:
@@ -163,6 +160,9 @@ def train(args):
             # Learn: K epochs of minibatch steps towards the better actions.
             row |= update(model, optimizer, batch, args, clip_coef, generator)
             run.end_iteration(row, episodes, global_step=args.num_envs * args.num_steps)
+            if "eval_return" in row:  # the last picture of the first game
+                picture, step = run.eval_pool.arrays["next_obs"][0, ..., -1], row["global_step"]
+                run.events.add_image("eval/end", picture, step, dataformats="HW")
     return run
 
 
@@ -181,9 +181,9 @@ STEP_RESULTS = "next_obs rewards terminated truncated ended episode_return episo
 def rollout(model, pool, args, generator):
     """Take T steps in all N games with the current policy. Returns the buffer, tensors (T, N, ...):
     obs, actions, logprobs, values, next_values, rewards, terminated, truncated; and the (return,
-    length) of the games that ended, both of all ranks. On a CPU the tensors are the memory that the
-    next rollout writes to. Values and logprobs come from passes over all steps, with the update's
-    own arithmetic: its first ratios are 1, whatever the workers' rounding."""
+    length) of the games that ended, both of all ranks. On a CPU the next rollout overwrites the
+    buffer. Values and logprobs come from passes over all steps, with the update's own arithmetic:
+    its first ratios are 1, whatever the workers' rounding."""
     buffer = shared_buffer(pool.arrays)
     T, N = args.num_steps, args.num_envs
     noise = model.head.noise(T * N, generator).view(T, N, -1)

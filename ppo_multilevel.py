@@ -908,9 +908,12 @@ class Game:
     def __init__(self, args, level, n, seed, arrays, **options):
         self.name, self.n, self.seed, self.arrays = f"{args.env} level {level}", n, seed, arrays
         self.env, self.compared = make_env(args.env, level, **options), set()
+        self.pictured, self.picture = n == 0 and self.env.render_mode == "rgb_array", None
 
     def reset(self, seed=None):
         """Start an episode, of the game's current random stream or of a new seed."""
+        with suppress(Exception):  # whatever a render raises
+            self.picture = self.env.render() if self.pictured else None  # the last one's end
         self.arrays["ended"][self.n] = True  # the one before
         self.show("obs", self.env.reset(seed=seed)[0])
 
@@ -1324,7 +1327,8 @@ class Run(AbstractContextManager):
                 self.check_pool = self.stack.enter_context(closing(make_check_pool(args, model)))
             if rank() == 0:
                 if args.eval_every:
-                    self.eval_pool = self.stack.enter_context(closing(make_eval_pool(args, model)))
+                    pool = make_eval_pool(args, model, render_mode="rgb_array")
+                    self.eval_pool = self.stack.enter_context(closing(pool))
                 self.open_files()
             for name, array in arrays.items():
                 self.pool.arrays[name][:] = array
@@ -1427,6 +1431,8 @@ class Run(AbstractContextManager):
             returns, cut = evaluate(self.result, self.eval_pool, run=self)
             row |= {"eval_cut": cut} if cut else {}
             row |= {} if self.signal else {"eval_return": float(returns.mean())}
+            if (picture := self.eval_pool.games.games[0].picture) is not None:
+                self.events.add_image("eval/end", picture, row["global_step"], dataformats="HWC")
         self.writer.writerow(row)
         tags = {"charts/SPS": row.get("sps")} | (tags or {})
         tags |= {f"charts/{name}": row.get(name) for name in CHARTS}

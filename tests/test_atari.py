@@ -906,6 +906,9 @@ def test_run_tensorboard(run):
     assert [event.step for event in values] == [16, 32, 48]
     expected = [row["value_loss"] for row in run.history[1:]]
     assert [event.value for event in values] == pytest.approx(expected)
+    (image,) = events.Images("eval/end")
+    picture = cv2.imdecode(np.frombuffer(image.encoded_image_string, np.uint8), 0)
+    assert image.step == 48 and np.array_equal(picture, run.eval_pool.arrays["next_obs"][0, ..., 3])
 
 
 def test_run_checkpoint(run):

@@ -5,6 +5,7 @@ import json
 import shutil
 import types
 
+import cv2
 import envs
 import numpy as np
 import pytest
@@ -261,6 +262,21 @@ def test_run_tensorboard_costs(run):
     assert shown == pytest.approx(table)
     for name in ("simulation_seconds", "policy_seconds", "update_seconds"):
         assert len(events.Scalars(f"costs/{name}")) == len(table) - 1
+
+
+def test_run_tensorboard_picture(run):
+    """Every evaluation has a picture of where its first episode ended, the last one as by hand."""
+    events = EventAccumulator(str(run.run_dir), size_guidance={"images": 0}).Reload()
+    images = events.Images("eval/end")
+    evaluated = [int(row["global_step"]) for row in rows(run.run_dir) if row["eval_return"]]
+    assert [image.step for image in images] == evaluated and len(evaluated) > 1
+    env = ml.make_env(run.args.env, run.args.eval_level, evaluation=True)
+    (obs, _), over = env.reset(seed=ml.EVAL_SEED), False
+    while not over:
+        action, _ = run.result.policy(torch.from_numpy(obs)[None])
+        obs, _, over, *_ = env.step(ml.to_env(action[0].detach().numpy(), env.action_space))
+    picture = cv2.imdecode(np.frombuffer(images[-1].encoded_image_string, np.uint8), 1)
+    assert np.array_equal(picture[..., ::-1], env.render())
 
 
 def test_every_step_is_charged_by_its_level(run):
