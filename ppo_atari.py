@@ -287,7 +287,7 @@ def update(model, optimizer, batch, args, clip_coef, generator):
     for _ in range(args.update_epochs):
         rows = torch.randperm(len(batch["obs"]), generator=generator).to(batch["obs"].device)
         for mb_rows in rows.chunk(B):
-            mb = {name: column[mb_rows] for name, column in batch.items()}
+            mb = {name: column.index_select(0, mb_rows) for name, column in batch.items()}
             if args.norm_adv == "minibatch":
                 mb["advantages"] = normalised(mb["advantages"])
             mb = {name: column[own] for name, column in mb.items()}
