@@ -93,7 +93,7 @@ def comparison(case):
     )
     if case == "rod":  # which has no defaults
         runs[f"{case}-together"] += " --levels 2 4 --num-steps 100 5"
-    if case in ("v2", "v4"):  # of v1 and v3: v1-2level and v3-step
+    if case in ("v2", "v4", "rod"):  # of v1 and v3: v1-2level and v3-step
         runs[f"{case}-published"] = (
             PAPER + options([last - 1, last]) + LITERAL + "--num-steps 70 5 --num-iterations 150 "
             f"--levels {last - 1} {last} --learning-rate {1e-5 if case == 'v2' else 3e-5:g}"
