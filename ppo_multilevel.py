@@ -1504,8 +1504,6 @@ class Run(AbstractContextManager):
         if lost := sum(states.count(None) for _, states in parts) if fits else "all":
             report(f"{lost} games start new episodes: no state of theirs is there that fits")
             state["counters"]["starts"] += 1
-            if "reward_norm.discounted" in state["model"]:  # of episodes that are lost
-                state["model"]["reward_norm.discounted"].zero_()
         self.model.load_state_dict(state["current"])
         vars(self.rule).update(state["rule"])
         self.optimizer.load_state_dict(state["optimizer"])
