@@ -308,7 +308,7 @@ def update(model, optimizer, batch, args, clip_coef, generator):
             loss.backward()
             norm = math.hypot(*(float(averaged(gradient).norm()) for gradient in gradients))
             if not math.isfinite(norm):  # before it reaches the weights
-                raise FloatingPointError("gradient is not finite: lower --learning-rate?")
+                raise FloatingPointError("no finite gradient: lower --learning-rate?")
             for gradient in gradients:  # cut to this length
                 gradient *= min(1, args.max_grad_norm / (norm + 1e-6))
             optimizer.step()
@@ -872,8 +872,8 @@ class Run(AbstractContextManager):
             return
         if args.eval_every and (done % args.eval_every == 0 or done == total):
             returns, cut = evaluate(self.model, self.eval_pool, run=self)
-            row |= {"eval_cut": cut} if cut else {}
-            row |= {} if self.signal else {"eval_return": float(returns.mean())}
+            if not self.signal:  # which would have cut it short
+                row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
         self.writer.writerow(row)
         tags = {"charts/SPS": row.get("sps")} | (tags or {})
         tags |= {f"charts/{name}": row.get(name) for name in CHARTS}
@@ -884,7 +884,7 @@ class Run(AbstractContextManager):
         line = f"update {done}/{total}  steps {row['global_step']:,}"
         for name in ("sps", "episodic_return", "eval_return", "eval_cut"):
             line += f"  {name} {row[name]:,.6g}" if name in row else ""
-        left = round(row["wall_seconds"] / max(done, 1) * (total - done))
+        left = min(round(row["wall_seconds"] / max(done, 1) * (total - done)), 10**9)
         line += f"  ETA {datetime.timedelta(seconds=left)}" if done else ""
         args.quiet or print(line, flush=True)
 
@@ -1080,7 +1080,6 @@ def export_onnx(path, model, inputs):
 
 # What may be another for a run that goes on or is evaluated; what config.json does not keep.
 MAY_CHANGE = "device num_workers total_timesteps num_iterations eval_every eval_episodes save_every"
-MAY_CHANGE = {*MAY_CHANGE.split(), "eval_level"}
 NOT_KEPT = {"resume", "eval", "sample", "video", "export_onnx", "quiet"}
 
 
@@ -1136,14 +1135,14 @@ def parse_with_run(parser, argv):
                 options |= {"total_timesteps": None, "num_iterations": None}
             parser.set_defaults(**options)
             args = parser.parse_args(argv)
-            for name in sorted(options.keys() - MAY_CHANGE):
+            for name in sorted(options.keys() - MAY_CHANGE.split()):
                 if (value := options[name]) != getattr(args, name):
                     name = name.replace("_", "-")
                     parser.error(f"argument --{name}: the run has {value}, which cannot change")
             make_model(args).load_state_dict(load_checkpoint(run_dir)["model"])
         except Exception as error:
             parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
-    torch.empty(0, device=None if args.device == "auto" else args.device)  # is there such a device?
+    torch.zeros(1, device=None if args.device == "auto" else args.device).item()  # is it there?
     if args.device == "cuda" and num_ranks() > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not run_dir:

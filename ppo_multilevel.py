@@ -424,7 +424,7 @@ def update(model, optimizer, batch, plan, args, generator):
             loss.backward()
             norm = math.hypot(*(float(averaged(gradient).norm()) for gradient in gradients))
             if not math.isfinite(norm):  # before it reaches the weights
-                raise FloatingPointError("gradient is not finite: lower --learning-rate?")
+                raise FloatingPointError("no finite gradient: lower --learning-rate? --norm-value?")
             for gradient in gradients:  # cut to this length
                 gradient *= min(1, args.max_grad_norm / (norm + 1e-6))
             optimizer.step()
@@ -448,8 +448,8 @@ class Together:
     best = None  # the run's result is its last parameters
 
     def __init__(self, args):
-        self.args, self.measured, more = args, False, len(args.levels) - 1
-        # Of each level's advantages: Var(Â), Cov(Â, Ã), Var(Ã), means over the iterations so far.
+        self.args, self.rate, more = args, 1.0, len(args.levels) - 1
+        # Of each level's advantages: Var(Â), Cov(Â, Ã), Var(Ã), running means, if finite.
         self.moments = torch.tensor([[1.0, 0, 0], *[[1.0, 0.9, 1.0]] * more])
         self.controls = [1.0 if args.control == "auto" else args.control] * more
 
@@ -477,8 +477,8 @@ class Together:
         own, sync = ([b["advantages"].cpu() for b in batches[i::2]] for i in (0, 1))
         rows = [torch.cov(torch.stack(pair)).flatten()[[0, 1, 3]] for pair in zip(own[1:], sync)]
         rows = torch.stack([torch.tensor([own[0].var(), 0, 0]), *rows])
-        self.moments = self.moments.lerp(rows, 0.1 if self.measured else 1)
-        self.measured = True
+        self.moments = self.moments.lerp(rows, self.rate).where(rows.isfinite(), self.moments)
+        self.rate = 0.1
         if self.args.control == "auto":
             betas = self.moments[1:, 1] / self.moments[1:, 2]
             self.controls = betas.nan_to_num().clamp(0, 1).tolist()
@@ -1074,7 +1074,8 @@ class Games:
         """Step the games of a member once, together if their env can."""
         games, envs = self.members[m], [game.env for game in self.members[m]]
         actions = to_env(self.arrays[m]["actions"][self.rows], envs[0].action_space)
-        if not hasattr(envs[0], "step_batch"):
+        first = next(c for c in type(envs[0]).__mro__ if {"step", "step_batch"} & vars(c).keys())
+        if "step_batch" not in vars(first):  # nor where a subclass has another step
             for game, action in zip(games, actions):
                 self.busy = game, "step"
                 game.record(*game.env.step(action)[:4])
@@ -1113,7 +1114,9 @@ def measured_costs(args, model):
     processes = max(1, min(args.num_workers, args.num_envs // num_ranks())) * num_ranks()
     model, generator = copy.deepcopy(model), torch.Generator()
     for level in levels:
-        with closing(make_pool(args, model, game_seeds(args, 0)[:1], 0, [level])) as pool:
+        args = argparse.Namespace(**vars(args) | {"levels": [level]})
+        workers = min(1, args.num_workers)  # a process whose solvers had threads must not be forked
+        with closing(make_pool(args, model, game_seeds(args, 0), workers)) as pool:
             seconds, T = pool.arrays["seconds"], 3 if costs else args.num_steps[0]
             pool.call("start")
             rollout(model, pool, 0, 2, args, generator)  # the first steps include what is done once
@@ -1327,7 +1330,8 @@ class Run(AbstractContextManager):
                 self.check_pool = self.stack.enter_context(closing(make_check_pool(args, model)))
             if rank() == 0:
                 if args.eval_every:
-                    pool = make_eval_pool(args, model, render_mode="rgb_array")
+                    pictures = {"render_mode": "rgb_array"} if args.env in CASES else {}
+                    pool = make_eval_pool(args, model, **pictures)
                     self.eval_pool = self.stack.enter_context(closing(pool))
                 self.open_files()
             for name, array in arrays.items():
@@ -1367,11 +1371,11 @@ class Run(AbstractContextManager):
 
     def share_done(self):
         """Return which share of the run's length is complete."""
-        if self.args.total_cost:
-            return self.counters["sim_cost"] / self.args.total_cost
-        if self.args.total_timesteps and len(self.args.levels) > 1:
+        if self.args.num_iterations:
+            return self.iteration / self.args.num_iterations
+        if self.args.total_timesteps:
             return self.counters["global_step"] / self.args.total_timesteps
-        return self.iteration / self.args.num_iterations
+        return self.counters["sim_cost"] / self.args.total_cost
 
     def charge(self, pool):
         """Count what a pool's games have simulated since the last time. Returns seconds and cost,
@@ -1429,8 +1433,8 @@ class Run(AbstractContextManager):
         if args.eval_every and (done % args.eval_every == 0 or self.share_done() >= 1):
             self.result.load_state_dict(self.rule.best or self.model.state_dict())
             returns, cut = evaluate(self.result, self.eval_pool, run=self)
-            row |= {"eval_cut": cut} if cut else {}
-            row |= {} if self.signal else {"eval_return": float(returns.mean())}
+            if not self.signal:  # which would have cut it short
+                row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
             if (picture := self.eval_pool.games.games[0].picture) is not None:
                 self.events.add_image("eval/end", picture, row["global_step"], dataformats="HWC")
         self.writer.writerow(row)
@@ -1445,7 +1449,7 @@ class Run(AbstractContextManager):
         line = f"update {done}{of}  {share:.0%}  steps {row['global_step']:,}"
         for name in ("level", "sps", "episodic_return", "check_return", "eval_return", "eval_cut"):
             line += f"  {name} {row[name]:,.6g}" if name in row else ""
-        left = round(row["wall_seconds"] * max(0, 1 / share - 1)) if done else 0
+        left = round(min(row["wall_seconds"] * max(0, 1 / share - 1), 1e9)) if done else 0
         line += f"  ETA {datetime.timedelta(seconds=left)}" if done else ""
         args.quiet or print(line, flush=True)
 
@@ -1797,6 +1801,8 @@ def verdict(row):
         return f"{doubt}worth a correction: {text} {row['against']}; {rho}"
     if row["rho_return"] > START:
         return f"{doubt}good for a start, not to end on, and a correction hardly pays: {rho}"
+    if not row["rho_return"] + row["rho_return_error"] < START:
+        return f"no verdict: too few episodes, more by --num-envs: {rho}"
     return f"{doubt}drop it, it does not see what matters: {rho}"
 
 
@@ -2283,10 +2289,10 @@ DEFAULTS = {
 LEARNING = {"climb": (1e-4, 5), "together": (3e-5, 10)}
 # What may be another for a run that goes on or is evaluated; what config.json does not keep.
 MAY_CHANGE = "device num_workers total_timesteps num_iterations eval_every eval_episodes save_every"
-MAY_CHANGE = {*MAY_CHANGE.split(), "eval_level", "total_cost"}
+MAY_CHANGE += " total_cost"
 NOT_KEPT = {"resume", "eval", "sample", "video", "export_onnx", "quiet"}
 NOT_KEPT |= {"analyse"}
-MAY_ANALYSE = {"num_envs", "num_steps", "levels", "level_costs", "coupling", "seed"}
+MAY_ANALYSE = MAY_CHANGE + " num_envs num_steps levels level_costs coupling seed"
 
 
 def add_option(group, name, kind, default, text, **more):
@@ -2335,8 +2341,9 @@ def parse_args(argv=None):
         args.num_iterations = max(1, args.total_timesteps // rows)
     if not (args.num_iterations or args.total_timesteps or args.total_cost):
         if args.schedule == "climb":
-            usual = {"total_cost": 100.0 * args.num_envs * max(args.num_steps)}
-            args.total_cost = DEFAULTS.get(args.env, usual)["total_cost"]
+            args.total_cost = 100.0 * args.num_envs * max(args.num_steps)
+            if args.env in CASES and args.levels[-1] == len(CASES[args.env].grids):
+                args.total_cost = DEFAULTS[args.env]["total_cost"]
         else:
             args.num_iterations = 200
     return args
@@ -2404,18 +2411,19 @@ def parse_with_run(parser, argv):
                 raise ValueError("its options are not those of this script")
             if args.total_timesteps or args.num_iterations or args.total_cost:
                 options |= dict.fromkeys(("total_timesteps", "num_iterations", "total_cost"))
-            if analysed or args.eval_level not in (None, options["eval_level"]):
+            if analysed or args.eval:
                 options["level_costs"] = None  # maybe of another machine, or of other levels
             parser.set_defaults(**options)
             args = parser.parse_args(argv)
-            for name in sorted(options.keys() - MAY_CHANGE - (MAY_ANALYSE if analysed else set())):
+            free = MAY_ANALYSE if analysed else MAY_CHANGE + " eval_level" * bool(args.eval)
+            for name in sorted(options.keys() - free.split()):
                 if (value := options[name]) != getattr(args, name):
                     name = name.replace("_", "-")
                     parser.error(f"argument --{name}: the run has {value}, which cannot change")
             make_model(args).load_state_dict(load_checkpoint(run_dir)["model"])
         except Exception as error:
             parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
-    torch.empty(0, device=None if args.device == "auto" else args.device)  # is there such a device?
+    torch.zeros(1, device=None if args.device == "auto" else args.device).item()  # is it there?
     if args.device == "cuda" and num_ranks() > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not run_dir:

@@ -1,8 +1,10 @@
 """Oracles of --analyse: levels that are the same, have nothing in common, or differ by a shift."""
 
 import csv
+import multiprocessing
 import sys
 
+import envs
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -19,6 +21,20 @@ def test_measured_cost_of_one_level():
     """Without others to compare with, a step takes seconds all the same."""
     args = ml.parse_args("--env ResSim-v1 --levels 1 --num-envs 10 --analyse".split())
     assert 0 < ml.measured_costs(args, ml.make_model(args))[0] < 0.1
+
+
+def test_costs_are_measured_in_a_worker(monkeypatch):
+    """A solver's threads that have run in a process are lost in those that it forks: GNU OpenMP's
+    wait for ever, CUDA does not start."""
+
+    class Threaded(envs.Levels):
+        def step(self, action):
+            assert multiprocessing.parent_process() is not None, "stepped before workers fork"
+            return super().step(action)
+
+    name = install(monkeypatch, Threaded)
+    args = ml.parse_args(["--env", name, "--levels", "1", "2", "--num-workers", "2"])
+    assert min(ml.measured_costs(args, ml.make_model(args))) > 0
 
 
 class Line(gym.Env):
@@ -76,6 +92,13 @@ def test_independent_levels(monkeypatch, tmp_path):
     row = line(monkeypatch, tmp_path, reward)
     assert abs(row["rho_return"]) < 0.35 and abs(row["rho_return"]) < 2 * row["rho_return_error"]
     assert row["saving"] < 1 and row["check"] < 1 and "drop it" in row["verdict"]
+
+
+@pytest.mark.parametrize("error, verdict", [(0.15, "drop it"), (0.25, "no v"), (np.nan, "no v")])
+def test_few_episodes(error, verdict):
+    """A level is dropped if its ρ is surely small."""
+    row = {"rho_return": 0.4, "rho_return_error": error, "kurtosis": 3, "check": 0, "saving": 1}
+    assert ml.verdict(row).startswith(verdict)
 
 
 def test_level_with_a_known_bias(monkeypatch, tmp_path):
@@ -182,10 +205,12 @@ def test_endless_episodes(monkeypatch, tmp_path, capsys):
     assert "600 episodes cut off at 5 steps" in capsys.readouterr().out  # 200 of 1, of 2, of pairs
 
 
+@pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("where", ["nan_reward", "step"])
-def test_simulation_that_fails(monkeypatch, tmp_path, capsys, where):
+def test_simulation_that_fails(monkeypatch, tmp_path, capsys, where, measured):
     """One error line names the level; what a simulation raises has its traceback below."""
-    words = ["ppo", "--analyse", "--env", f"envs:make_{where}", "--levels", "1", "2", *SMALL]
+    small = SMALL[: SMALL.index("--level-costs")] if measured else SMALL
+    words = ["ppo", "--analyse", "--env", f"envs:make_{where}", "--levels", "1", "2", *small]
     monkeypatch.setattr(sys, "argv", [*words, "--log-dir", str(tmp_path)])
     assert ml.main() == 1
     first = capsys.readouterr().err.splitlines()[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LENGTHS = {"ppo": 1322, "ppo_atari": 1200, "ppo_multilevel": 2473}  # lines at most
+LENGTHS = {"ppo": 1321, "ppo_atari": 1199, "ppo_multilevel": 2481}  # lines at most
 SCRIPTS = list(LENGTHS)
 SECTIONS = (
     "options, train, rollout, GAE, losses, update, model, heads and normalisers, speed, games, "
@@ -29,7 +29,7 @@ DIFFERS = {
     "ppo_multilevel": (
         "make_parser train rollout make_batch update normalised make_model "
         "Model make_env Game Games game_seeds make_pool COLUMNS Run make_eval_pool "
-        "MAY_CHANGE parse_args parse_with_run main"
+        "parse_args parse_with_run main"
     ).split(),
     "siblings": ["STEP_RESULTS"],
 }
@@ -50,8 +50,7 @@ def places(script):
             start = min(part.lineno for part in (node, *node.decorator_list))
             found[node.name] = start, node.end_lineno
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            first = found.get(node.targets[0].id, (node.lineno, 0))[0]  # MAY_CHANGE has two
-            found[node.targets[0].id] = first, node.end_lineno
+            found[node.targets[0].id] = node.lineno, node.end_lineno
     return found
 
 

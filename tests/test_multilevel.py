@@ -499,6 +499,29 @@ def test_action_spaces(tmp_path, spaces):
     assert all(np.isfinite(row["policy_loss"]) for row in run.history[1:])
 
 
+def test_step_of_a_subclass(monkeypatch, tmp_path):
+    """A reward of one's own in `step` counts, though the simulation could step in batches."""
+
+    class Fined(ml.ResSim):
+        def step(self, action):
+            obs, reward, *ends = super().step(action)
+            return obs, reward - 1000, *ends
+
+    make = lambda level, evaluation=False: Fined("ResSim-v3", level, evaluation)  # noqa: E731
+    options = ["--env", install(monkeypatch, make), "--levels", "1", "--num-steps", "10"]
+    (first, *_, last) = small_run(tmp_path, *options, "--num-workers", "0").history
+    assert -5000 < last["episodic_return"] < -4998 and -5000 < first["eval_return"] < -4998
+
+
+def test_one_row_per_level(tmp_path):
+    """It has no variance, which is no reason to believe in none, or to fail."""
+    options = "--env envs:make --levels 1 2 --num-envs 1 --num-minibatches 1 --num-steps 4 auto"
+    options += " --norm-adv off --num-iterations 5 --num-workers 0 --level-costs 1 1000 1"
+    args = ml.parse_args([*options.split(), "--schedule", "together", "--log-dir", str(tmp_path)])
+    run = ml.train(args)
+    assert run.rule.moments.isfinite().all() and run.rule.plan().num_steps == [4, 1]
+
+
 def test_counts_of_steps_and_simulation(tmp_path):
     """All members' steps are counted; seconds and cost add up and never fall."""
     run = small_run(tmp_path, "--num-workers", "2")
