@@ -109,8 +109,8 @@ def first(curve, target):
 
 
 def reference(case):
-    """Return the run that is "finest only" of a case; in v1 the one that went to its end."""
-    return "v1-1level" if case == "v1" else f"{case}-only-{len(learn_ressim.COSTS[case])}"
+    """Return the run that is "finest only" of a case."""
+    return f"{case}-only-{len(learn_ressim.COSTS[case])}"
 
 
 def seconds_to(case, curves, run, share):
@@ -146,12 +146,10 @@ def climb():
     rows = []
     for case, title in TITLES.items():
         curves = recorded(case)
-        up, form = f"{case}-climb", digits(case)
-        last = f"{case}-only-{len(learn_ressim.COSTS[case])}"
-        coarse = [run for run in curves if "-only-" in run and run != last]
+        up, finest, form = f"{case}-climb", reference(case), digits(case)
+        coarse = [run for run in curves if "-only-" in run and run != finest]
         if up not in curves or not coarse:
             continue
-        finest = reference(case)
         best = max(coarse, key=lambda run: np.mean(final(curves[run])))
         behind, budgets = shortfall(case, curves)
         worst = f"{behind.max():{form}} at {budgets[behind.argmax()]:,.3g} s; "
