@@ -1225,8 +1225,8 @@ def parse_args(argv=None):
     parser = make_parser()
     args = parse_with_run(parser, argv)
     with closing(make_env(args.env)) as env:
-        info, has_masks = env.reset()[1], num_options(env.action_space) != []
-        has_masks &= "action_mask" in info or env.has_wrapper_attr("action_masks")
+        discrete, method = num_options(env.action_space) != [], env.has_wrapper_attr("action_masks")
+        has_masks = discrete and (method or "action_mask" in env.reset()[1])
         if args.action_masks and not has_masks:
             parser.error(f"argument --action-masks: {args.env} has none")
         args.action_masks = has_masks if args.action_masks is None else args.action_masks

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import envs
 import numpy as np
 import pytest
 import torch
@@ -260,6 +261,21 @@ def test_partner_that_gives_nan_after_map_from(tmp_path):
     found = "^NaN, infinity or over 1e15 in obs of level 2, actor 0, step 0"
     with pytest.raises(ppo_multilevel.GameError, match=found):
         ppo_multilevel.train(args)
+
+
+@linux
+def test_games_start_in_workers(tmp_path, monkeypatch):
+    """A solver's threads that have run in a process may be lost in those that it forks. (What masks
+    there are, only a reset tells: that of an env whose actions have none is not called before.)"""
+    reset = envs.Scripted.reset
+
+    def reset_in_a_worker(env, **options):
+        assert multiprocessing.parent_process() is not None, "reset before workers fork"
+        return reset(env, **options)
+
+    monkeypatch.setattr(envs.Scripted, "reset", reset_in_a_worker)
+    options = "--env envs:ScriptedBox-v0 --num-workers 2 --num-envs 2 --num-steps 8"
+    assert ppo.train(parse(ppo, tmp_path, *options.split(), "--num-iterations", "1")).saved == 1
 
 
 @pytest.mark.parametrize("num_workers", ["0", "1"])
