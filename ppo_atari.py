@@ -75,7 +75,7 @@ def make_parser():
     option("--sticky-actions", probability, 0.0, "a frame repeats the last action; Gymnasium: 0.25")
     option("--full-action-space", bool, False, "all 18 actions, also those that the game ignores")
     option("--episodic-life", bool, True, "an episode ends with a life; Gymnasium: off")
-    option("--noop-max", number(int, 0), 30, "games start with 1 to so many no-ops; Gymnasium: 0")
+    option("--noop-max", number(int, 0, 1000), 30, "a game begins with 1 to so many no-ops; Gym: 0")
     option("--fire", bool, True, "an episode starts with FIRE if the game has it; Gymnasium: off")
     option("--anneal-clip", bool, True, "lower ε linearly to 0 over the run, as the learning rate")
     option("--precision", str, "auto", "auto: bf16 if that is faster", choices=precisions)
@@ -104,8 +104,8 @@ def add_common_options(parser):
     option("--eval-episodes", many, 16, "episodes of an evaluation")
     option("--save-every", natural, 50, "iterations between checkpoints; 0: only at the end")
     exclusive = functools.partial(add_option, parser.add_mutually_exclusive_group())
-    exclusive("--resume", str, None, "go on with the run in this folder, with its options")
-    exclusive("--eval", str, None, "evaluate the run in this folder (its mode), print mean ± sd")
+    exclusive("--resume", Path, None, "go on with the run in this folder, with its options")
+    exclusive("--eval", Path, None, "evaluate the run in this folder (its mode), print mean ± sd")
     option("--sample", None, False, "with --eval: sample actions instead of taking the mode")
     option("--video", None, False, "with --eval: also write video.mp4")
     option("--export-onnx", None, False, "with --eval: also write policy.onnx, from obs to action")
@@ -160,8 +160,9 @@ def train(args):
             # Learn: K epochs of minibatch steps towards the better actions.
             row |= update(model, optimizer, batch, args, clip_coef, generator)
             run.end_iteration(row, episodes, global_step=args.num_envs * args.num_steps)
-            if "eval_return" in row:  # the last picture of the first game
-                picture, step = run.eval_pool.arrays["next_obs"][0, ..., -1], row["global_step"]
+            if "eval_return" in row:  # where the last of its games ended
+                arrays, step = run.eval_pool.arrays, row["global_step"]
+                picture = arrays["next_obs"][arrays["ended"].argmax(), ..., -1]
                 run.events.add_image("eval/end", picture, step, dataformats="HW")
     return run
 
@@ -1095,7 +1096,7 @@ def number(kind, low=-math.inf, high=math.inf):
 
     def parse(text):
         value = kind(text)
-        if not (low <= value <= high and abs(value) < 1e300):
+        if not (low <= value <= high and abs(value) < 1e38):
             raise ValueError
         return value
 
@@ -1178,7 +1179,7 @@ def main():
     with suppress(AttributeError):  # a notebook's; not all of Windows's code pages have a γ
         sys.stdout.reconfigure(errors="replace")
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors to the Run
-    known = GameError, FloatingPointError, OSError, MemoryError
+    known = GameError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError
     known += (RuntimeError,) if num_ranks() > 1 else ()  # of torch, if another rank is gone
     args = None
     try:

@@ -147,8 +147,8 @@ def add_common_options(parser):
     option("--eval-episodes", many, 16, "episodes of an evaluation")
     option("--save-every", natural, 50, "iterations between checkpoints; 0: only at the end")
     exclusive = functools.partial(add_option, parser.add_mutually_exclusive_group())
-    exclusive("--resume", str, None, "go on with the run in this folder, with its options")
-    exclusive("--eval", str, None, "evaluate the run in this folder (its mode), print mean ± sd")
+    exclusive("--resume", Path, None, "go on with the run in this folder, with its options")
+    exclusive("--eval", Path, None, "evaluate the run in this folder (its mode), print mean ± sd")
     option("--sample", None, False, "with --eval: sample actions instead of taking the mode")
     option("--video", None, False, "with --eval: also write video.mp4")
     option("--export-onnx", None, False, "with --eval: also write policy.onnx, from obs to action")
@@ -2307,7 +2307,7 @@ def number(kind, low=-math.inf, high=math.inf):
 
     def parse(text):
         value = kind(text)
-        if not (low <= value <= high and abs(value) < 1e300):
+        if not (low <= value <= high and abs(value) < 1e38):
             raise ValueError
         return value
 
@@ -2459,7 +2459,7 @@ def main():
     with suppress(AttributeError):  # a notebook's; not all of Windows's code pages have a γ
         sys.stdout.reconfigure(errors="replace")
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors to the Run
-    known = GameError, FloatingPointError, OSError, MemoryError
+    known = GameError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError
     known += (RuntimeError,) if num_ranks() > 1 else ()  # of torch, if another rank is gone
     args = None
     try:

@@ -908,7 +908,9 @@ def test_run_tensorboard(run):
     assert [event.value for event in values] == pytest.approx(expected)
     (image,) = events.Images("eval/end")
     picture = cv2.imdecode(np.frombuffer(image.encoded_image_string, np.uint8), 0)
-    assert image.step == 48 and np.array_equal(picture, run.eval_pool.arrays["next_obs"][0, ..., 3])
+    arrays = run.eval_pool.arrays
+    (last, *_) = np.flatnonzero(arrays["ended"])
+    assert image.step == 48 and np.array_equal(picture, arrays["next_obs"][last, ..., 3])
 
 
 def test_run_checkpoint(run):

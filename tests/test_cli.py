@@ -249,6 +249,12 @@ def test_game_that_cannot_start(refused, tmp_path):
 # Devices and folders ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("option", ["--resume", "--eval"])
+def test_run_without_a_name(refused, option):
+    """What a shell makes of a variable that is not set is no new run."""
+    refused([option, ""], "cannot use the run in .")
+
+
 @pytest.mark.parametrize("device", ["bogus", "cuda", "mps", "meta"])
 def test_device_that_is_not_here(refused, device):
     """A device that torch does not know, or does not have here."""

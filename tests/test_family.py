@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LENGTHS = {"ppo": 1321, "ppo_atari": 1199, "ppo_multilevel": 2481}  # lines at most
+LENGTHS = {"ppo": 1321, "ppo_atari": 1200, "ppo_multilevel": 2481}  # lines at most
 SCRIPTS = list(LENGTHS)
 SECTIONS = (
     "options, train, rollout, GAE, losses, update, model, heads and normalisers, speed, games, "
