@@ -919,7 +919,7 @@ class Run(AbstractContextManager):
     def __init__(self, args, model, optimizer, generator):
         self.args, self.model, self.optimizer, self.generator = args, model, optimizer, generator
         self.counters, self.history, self.recent = dict(COUNTERS), [], []
-        self.signal, self.saved, self.run_dir = None, None, Path(args.resume or run_path(args))
+        self.signal, self.saved, self.run_dir = None, None, args.resume or run_path(args)
         with ExitStack() as self.stack:  # which closes what is open if this block fails
             for signum in (signal.SIGINT, signal.SIGTERM):
                 if threading.current_thread() is threading.main_thread():
@@ -1002,7 +1002,7 @@ class Run(AbstractContextManager):
         line = f"update {done}/{total}  steps {row['global_step']:,}"
         for name in ("sps", "episodic_return", "eval_return", "eval_cut"):
             line += f"  {name} {row[name]:,.6g}" if name in row else ""
-        left = min(round(row["wall_seconds"] / max(done, 1) * (total - done)), 10**9)
+        left = round(min(row["wall_seconds"] / max(done, 1) * (total - done), 1e9))
         line += f"  ETA {datetime.timedelta(seconds=left)}" if done else ""
         args.quiet or print(line, flush=True)
 
@@ -1125,7 +1125,7 @@ def evaluate(model, pool, generator=None, run=None):
 
 def evaluate_run(args):
     """Evaluate the checkpoint of a run, as --eval says. Returns the returns, (E,)."""
-    model, run_dir = make_model(args), Path(args.eval)
+    model, run_dir = make_model(args), args.eval
     model.load_state_dict(load_checkpoint(run_dir)["model"])
     generator = torch.Generator().manual_seed(EVAL_SEED) if args.sample else None
     with closing(make_eval_pool(args, model)) as pool:
@@ -1208,7 +1208,7 @@ def add_option(group, name, kind, default, text, **more):
 
 
 def number(kind, low=-math.inf, high=math.inf):
-    """Return an argparse type: a `kind` from low to high, neither NaN nor infinite."""
+    """Return an argparse type: a `kind` from low to high, within float32's range."""
 
     def parse(text):
         value = kind(text)
