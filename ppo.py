@@ -180,7 +180,7 @@ def rollout(model, pool, args, generator):
     stored = {name: arrays[name] for name in (*model.stored, *results)}
     buffer = {name: np.empty((T, *array.shape), array.dtype) for name, array in stored.items()}
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
-    noise = noise.chunk(num_ranks(), 1)[rank()].to(model.device)  # of this rank's games
+    noise = noise.chunk(NUM_RANKS, 1)[RANK].to(model.device)  # of this rank's games
     for t in range(T):
         act(arrays, noise[t])
         for name in model.stored:  # what the policy saw and did
@@ -274,7 +274,7 @@ def update(model, optimizer, batch, args, generator):
     seen, B = [], args.num_minibatches
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     axis = batch["advantages"].dim() - 1  # of the rows; (T, N): a row is a game's whole sequence
-    own = (*[slice(None)] * axis, slice(rank(), None, num_ranks()))  # rows of this rank
+    own = (*[slice(None)] * axis, slice(RANK, None, NUM_RANKS))  # rows of this rank
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
     for epoch in range(args.update_epochs):
@@ -763,7 +763,7 @@ class Games:
 def game_seeds(args, starts):
     """Return the seeds of this rank's games, (N,): others each time that games start anew."""
     seeds = np.random.SeedSequence([args.seed, starts]).generate_state(args.num_envs)
-    return np.split(seeds, num_ranks())[rank()]
+    return np.split(seeds, NUM_RANKS)[RANK]
 
 
 def make_pool(args, model, seeds, num_workers, **options):
@@ -859,26 +859,19 @@ def work(pipe, make_games, rows, shared):
 # torchrun starts several processes, the ranks, to train one model. Each has its share of the games,
 # gets the rows of all, takes its share of each minibatch; then the ranks average their gradients.
 
-
-def rank():
-    """Return this process's number among those that torchrun started, 0 without torchrun."""
-    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
-
-
-def num_ranks():
-    """Return how many processes torchrun started, 1 without torchrun."""
-    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+RANK, NUM_RANKS = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if TORCHRUN else (0, 1)
 
 
 def report(message):
     """Print a message, once for all ranks."""
-    if rank() == 0:
+    if RANK == 0:
         print(message, file=sys.stderr, flush=True)
 
 
 def gathered(buffer):
     """Return a buffer, tensors (T, N, ...), with the games of all ranks side by side."""
-    if num_ranks() == 1:
+    if NUM_RANKS == 1:
         return buffer
     parts = gathered_objects({name: column.cpu() for name, column in buffer.items()})
     return {n: torch.cat([p[n] for p in parts], 1).to(buffer[n].device) for n in buffer}
@@ -886,20 +879,20 @@ def gathered(buffer):
 
 def gathered_objects(value):
     """Return the list of the ranks' values."""
-    values = [value] * num_ranks()
-    if num_ranks() > 1:
+    values = [value] * NUM_RANKS
+    if NUM_RANKS > 1:
         try:
             dist.all_gather_object(values, value)
         except RuntimeError as error:
-            raise GameError(f"rank {rank()} has lost another one: {one_line(error)}") from None
+            raise GameError(f"rank {RANK} has lost another one: {one_line(error)}") from None
     return values
 
 
 def averaged(tensor):
     """Return the mean of the ranks' tensors, which replaces this one."""
-    if num_ranks() > 1:
+    if NUM_RANKS > 1:
         dist.all_reduce(tensor)
-        tensor /= num_ranks()
+        tensor /= NUM_RANKS
     return tensor
 
 
@@ -925,13 +918,13 @@ class Run(AbstractContextManager):
                 if threading.current_thread() is threading.main_thread():
                     self.stack.callback(signal.signal, signum, signal.signal(signum, self.stop))
             arrays, states = self.restore() if args.resume else ({}, None)
-            if num_ranks() > 1:
+            if NUM_RANKS > 1:
                 dist.init_process_group(timeout=datetime.timedelta(days=1))
                 self.stack.callback(dist.destroy_process_group)
             seeds = game_seeds(args, self.counters["starts"])
             pool = make_pool(args, model, seeds, args.num_workers)
             self.pool = self.stack.enter_context(closing(pool))
-            if rank() == 0:
+            if RANK == 0:
                 if args.eval_every:
                     self.eval_pool = self.stack.enter_context(closing(make_eval_pool(args, model)))
                 self.open_files()
@@ -951,7 +944,7 @@ class Run(AbstractContextManager):
         if self.signal is None:
             self.signal, self.asked = signum, time.monotonic()
             report("stopping after this iteration; Ctrl-C once more to stop now")
-        elif signum == signal.SIGINT and num_ranks() == 1 and time.monotonic() > self.asked + 1:
+        elif signum == signal.SIGINT and NUM_RANKS == 1 and time.monotonic() > self.asked + 1:
             raise KeyboardInterrupt
 
     def goes_on(self):
@@ -986,7 +979,7 @@ class Run(AbstractContextManager):
         """Evaluate if it is due, write and print the row; TensorBoard also gets {tag: value}."""
         args, done, total = self.args, self.iteration, self.args.num_iterations
         self.history.append(row)
-        if rank() > 0:
+        if RANK > 0:
             return
         if args.eval_every and (done % args.eval_every == 0 or done == total):
             returns, cut = evaluate(self.model, self.eval_pool, run=self)
@@ -1038,7 +1031,7 @@ class Run(AbstractContextManager):
             arrays = {name: array for name, array in self.pool.arrays.items() if name[0] != "*"}
             games = gathered_objects((arrays, sum(self.pool.call("get_state"), [])))
             games = torch.frombuffer(bytearray(pickle.dumps(games)), dtype=torch.uint8)
-        if rank() == 0:
+        if RANK == 0:
             self.events.flush()  # a checkpoint must not be ahead of TensorBoard's file
             state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
             state |= {"generator": self.generator.get_state(), "counters": self.counters}
@@ -1055,7 +1048,7 @@ class Run(AbstractContextManager):
         state, parts = load_checkpoint(self.run_dir), []
         with suppress(Exception):  # if a game has failed, or if packages are others than then
             parts = pickle.loads(state["games"].numpy().tobytes())
-        fits = len(parts) == num_ranks()
+        fits = len(parts) == NUM_RANKS
         if lost := sum(states.count(None) for _, states in parts) if fits else "all":
             report(f"{lost} games start new episodes: no state of theirs is there that fits")
             state["counters"]["starts"] += 1
@@ -1066,7 +1059,7 @@ class Run(AbstractContextManager):
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
         self.counters, self.saved = state["counters"], state["counters"]["iteration"]
-        return parts[rank()] if fits else ({}, None)
+        return parts[RANK] if fits else ({}, None)
 
 
 def run_path(args):
@@ -1244,7 +1237,7 @@ def parse_with_run(parser, argv):
     args = parser.parse_args(argv)
     if not args.eval and (args.sample or args.video or args.export_onnx):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
-    if args.eval and num_ranks() > 1:
+    if args.eval and NUM_RANKS > 1:
         parser.error("argument --eval: takes one process, not torchrun")
     if args.export_onnx:
         import onnx  # noqa: F401, torch needs it for that
@@ -1265,18 +1258,18 @@ def parse_with_run(parser, argv):
         except Exception as error:
             parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
     torch.zeros(1, device=None if args.device == "auto" else args.device).item()  # is it there?
-    if args.device == "cuda" and num_ranks() > 1:
+    if args.device == "cuda" and NUM_RANKS > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not run_dir:
         Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-        if rank() == 0 and (path := run_path(args)).exists():
+        if RANK == 0 and (path := run_path(args)).exists():
             parser.error(f"argument --run-name: {path} is there already")
     return args
 
 
 def check_rows(parser, args, num_rows, rows="rows"):
     """Refuse minibatches and ranks that cannot share the rows equally, or get too few of them."""
-    B, ranks = args.num_minibatches, num_ranks()
+    B, ranks = args.num_minibatches, NUM_RANKS
     if num_rows % (B * ranks) or args.num_envs % ranks:
         option = "envs" if args.num_envs % ranks else "minibatches"
         problem = f"{num_rows} {rows} are not {B} equal minibatches for {ranks} process(es)"
@@ -1301,7 +1294,7 @@ def main():
         sys.stdout.reconfigure(errors="replace")
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors to the Run
     known = GameError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError
-    known += (RuntimeError,) if num_ranks() > 1 else ()  # of torch, if another rank is gone
+    known += (RuntimeError,) if NUM_RANKS > 1 else ()  # of torch, if another rank is gone
     args = None
     try:
         args = parse_args()

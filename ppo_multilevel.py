@@ -252,7 +252,7 @@ def rollout(model, pool, level, T, args, generator):
     names, episodes = (*model.stored, *STEP_RESULTS), []
     buffers = [{name: np.empty((T, *a[name].shape), a[name].dtype) for name in names} for a in pair]
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
-    noise = noise.chunk(num_ranks(), 1)[rank()].to(model.device)  # of this rank, for both members
+    noise = noise.chunk(NUM_RANKS, 1)[RANK].to(model.device)  # of this rank, for both members
     if by_step:
         pool.call("synchronize", level)
     for t in range(T):
@@ -386,7 +386,7 @@ def update(model, optimizer, batch, plan, args, generator):
     seen, num_steps = [], plan.num_steps
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     weights = signed_weights(num_steps, args.num_envs, args.num_minibatches, plan.controls)
-    own = slice(rank(), None, num_ranks())  # a minibatch's rows of this rank
+    own = slice(RANK, None, NUM_RANKS)  # a minibatch's rows of this rank
     weights = weights.to(batch["obs"].device)[own]
     # Literally, a partner's row is +min(r Ã, clip(r) Ã): its ratio may take the sum to −∞. Bounded,
     # it is −min(−r Ã, −clip(r) Ã), PPO's bound for −Ã, with the same gradient at π_old; and the
@@ -461,7 +461,7 @@ class Together:
         rest = np.array([math.prod(self.controls[i:]) for i in range(L)])  # Π_{k>l} β_k
         variances = rest**2 * (own - 2 * beta * cov + beta**2 * sync).clip(1e-12)
         ratios = np.sqrt(variances / (costs + np.r_[0, costs[:-1]]))
-        unit = math.lcm(args.num_minibatches * num_ranks(), args.num_envs) // args.num_envs
+        unit = math.lcm(args.num_minibatches * NUM_RANKS, args.num_envs) // args.num_envs
         for i in range(1, L):
             if steps[i] == "auto":  # N T rows are so many equal parts
                 wanted = round(steps[0] * ratios[i] / max(ratios[0], 1e-12) / unit)
@@ -1111,7 +1111,7 @@ def measured_costs(args, model):
     levels, costs = sorted({*args.levels, args.eval_level}), []
     if len(levels) == 1 and args.analyse is None:
         return [1.0, 0.0]
-    processes = max(1, min(args.num_workers, args.num_envs // num_ranks())) * num_ranks()
+    processes = max(1, min(args.num_workers, args.num_envs // NUM_RANKS)) * NUM_RANKS
     model, generator = copy.deepcopy(model), torch.Generator()
     for level in levels:
         args = argparse.Namespace(**vars(args) | {"levels": [level]})
@@ -1132,7 +1132,7 @@ def measured_costs(args, model):
 
 def time_split(run, sim_seconds, sampled):
     """Return where an iteration's seconds went, whose update began when it had `sampled`."""
-    simulation = sim_seconds / max(1, len(run.pool.workers)) / num_ranks()
+    simulation = sim_seconds / max(1, len(run.pool.workers)) / NUM_RANKS
     policy, update = sampled - run.started - simulation, time.perf_counter() - sampled
     return dict(zip(TIMES, (simulation, policy, update)))
 
@@ -1141,7 +1141,7 @@ def game_seeds(args, starts):
     """Return the seeds of this rank's games, (2L − 1, N): others whenever games start anew."""
     shape = 2 * len(args.levels) - 1, args.num_envs  # of the members
     seeds = np.random.SeedSequence([args.seed, starts]).generate_state(math.prod(shape))
-    return np.split(seeds.reshape(shape), num_ranks(), axis=1)[rank()]
+    return np.split(seeds.reshape(shape), NUM_RANKS, axis=1)[RANK]
 
 
 def make_pool(args, model, seeds, num_workers, levels=None, **options):
@@ -1243,26 +1243,19 @@ def work(pipe, make_games, rows, shared):
 # torchrun starts several processes, the ranks, to train one model. Each has its share of the games,
 # gets the rows of all, takes its share of each minibatch; then the ranks average their gradients.
 
-
-def rank():
-    """Return this process's number among those that torchrun started, 0 without torchrun."""
-    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
-
-
-def num_ranks():
-    """Return how many processes torchrun started, 1 without torchrun."""
-    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+RANK, NUM_RANKS = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if TORCHRUN else (0, 1)
 
 
 def report(message):
     """Print a message, once for all ranks."""
-    if rank() == 0:
+    if RANK == 0:
         print(message, file=sys.stderr, flush=True)
 
 
 def gathered(buffer):
     """Return a buffer, tensors (T, N, ...), with the games of all ranks side by side."""
-    if num_ranks() == 1:
+    if NUM_RANKS == 1:
         return buffer
     parts = gathered_objects({name: column.cpu() for name, column in buffer.items()})
     return {n: torch.cat([p[n] for p in parts], 1).to(buffer[n].device) for n in buffer}
@@ -1270,20 +1263,20 @@ def gathered(buffer):
 
 def gathered_objects(value):
     """Return the list of the ranks' values."""
-    values = [value] * num_ranks()
-    if num_ranks() > 1:
+    values = [value] * NUM_RANKS
+    if NUM_RANKS > 1:
         try:
             dist.all_gather_object(values, value)
         except RuntimeError as error:
-            raise GameError(f"rank {rank()} has lost another one: {one_line(error)}") from None
+            raise GameError(f"rank {RANK} has lost another one: {one_line(error)}") from None
     return values
 
 
 def averaged(tensor):
     """Return the mean of the ranks' tensors, which replaces this one."""
-    if num_ranks() > 1:
+    if NUM_RANKS > 1:
         dist.all_reduce(tensor)
-        tensor /= num_ranks()
+        tensor /= NUM_RANKS
     return tensor
 
 
@@ -1318,7 +1311,7 @@ class Run(AbstractContextManager):
                 if threading.current_thread() is threading.main_thread():
                     self.stack.callback(signal.signal, signum, signal.signal(signum, self.stop))
             arrays, states = self.restore() if args.resume else ({}, None)
-            if num_ranks() > 1:
+            if NUM_RANKS > 1:
                 dist.init_process_group(timeout=datetime.timedelta(days=1))
                 self.stack.callback(dist.destroy_process_group)
             if args.level_costs is None:
@@ -1328,7 +1321,7 @@ class Run(AbstractContextManager):
             self.pool = self.stack.enter_context(closing(pool))
             if args.schedule == "climb":
                 self.check_pool = self.stack.enter_context(closing(make_check_pool(args, model)))
-            if rank() == 0:
+            if RANK == 0:
                 if args.eval_every:
                     pictures = {"render_mode": "rgb_array"} if args.env in CASES else {}
                     pool = make_eval_pool(args, model, **pictures)
@@ -1350,7 +1343,7 @@ class Run(AbstractContextManager):
         if self.signal is None:
             self.signal, self.asked = signum, time.monotonic()
             report("stopping after this iteration; Ctrl-C once more to stop now")
-        elif signum == signal.SIGINT and num_ranks() == 1 and time.monotonic() > self.asked + 1:
+        elif signum == signal.SIGINT and NUM_RANKS == 1 and time.monotonic() > self.asked + 1:
             raise KeyboardInterrupt
 
     def goes_on(self):
@@ -1401,7 +1394,7 @@ class Run(AbstractContextManager):
 
     def say(self, text):
         """Print a line."""
-        if rank() == 0 and not self.args.quiet:
+        if RANK == 0 and not self.args.quiet:
             print(text, flush=True)
 
     def count(self, **counts):
@@ -1428,7 +1421,7 @@ class Run(AbstractContextManager):
         """Evaluate if it is due, write and print the row; TensorBoard also gets {tag: value}."""
         args, done = self.args, self.iteration
         self.history.append(row)
-        if rank() > 0:
+        if RANK > 0:
             return
         if args.eval_every and (done % args.eval_every == 0 or self.share_done() >= 1):
             self.result.load_state_dict(self.rule.best or self.model.state_dict())
@@ -1485,7 +1478,7 @@ class Run(AbstractContextManager):
             arrays = {name: array for name, array in self.pool.arrays.items() if name[0] != "*"}
             games = gathered_objects((arrays, sum(self.pool.call("get_state"), [])))
             games = torch.frombuffer(bytearray(pickle.dumps(games)), dtype=torch.uint8)
-        if rank() == 0:
+        if RANK == 0:
             self.events.flush()  # a checkpoint must not be ahead of TensorBoard's file
             rule = {name: value for name, value in vars(self.rule).items() if name != "args"}
             state = {"model": self.rule.best or self.model.state_dict(), "rule": rule}
@@ -1504,7 +1497,7 @@ class Run(AbstractContextManager):
         state, parts = load_checkpoint(self.run_dir), []
         with suppress(Exception):  # if a game has failed, or if packages are others than then
             parts = pickle.loads(state["games"].numpy().tobytes())
-        fits = len(parts) == num_ranks()
+        fits = len(parts) == NUM_RANKS
         if lost := sum(states.count(None) for _, states in parts) if fits else "all":
             report(f"{lost} games start new episodes: no state of theirs is there that fits")
             state["counters"]["starts"] += 1
@@ -1514,7 +1507,7 @@ class Run(AbstractContextManager):
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
         self.counters, self.saved = state["counters"], state["counters"]["iteration"]
-        return parts[rank()] if fits else ({}, None)
+        return parts[RANK] if fits else ({}, None)
 
 
 def run_path(args):
@@ -1559,7 +1552,7 @@ def make_eval_pool(args, model, episodes=None, **options):
 
 def make_check_pool(args, model):
     """Return the pool of this rank's games of a check, on the finest level."""
-    seeds = np.split(CHECK_SEED + np.arange(args.check_episodes), num_ranks())[rank()][np.newaxis]
+    seeds = np.split(CHECK_SEED + np.arange(args.check_episodes), NUM_RANKS)[RANK][np.newaxis]
     pool = make_pool(args, model, seeds, args.num_workers, args.levels[-1:], validation=True)
     pool.arrays = members(pool.arrays)[0]
     return pool
@@ -2388,8 +2381,8 @@ def complete(parser, args):
     count = len({*args.levels, args.eval_level}) + 1
     if args.level_costs and len(args.level_costs) != count:
         parser.error(f"argument --level-costs: {count} numbers are due, the last one of an update")
-    if args.schedule == "climb" and args.check_episodes % num_ranks():
-        parser.error(f"argument --check-episodes: {num_ranks()} ranks must share them equally")
+    if args.schedule == "climb" and args.check_episodes % NUM_RANKS:
+        parser.error(f"argument --check-episodes: {NUM_RANKS} ranks must share them equally")
 
 
 def parse_with_run(parser, argv):
@@ -2400,7 +2393,7 @@ def parse_with_run(parser, argv):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if analysed and (args.resume or args.eval):
         parser.error("argument --analyse: not with --resume, --eval")
-    if (args.eval or analysed) and num_ranks() > 1:
+    if (args.eval or analysed) and NUM_RANKS > 1:
         parser.error("argument --eval, --analyse: take one process, not torchrun")
     if args.export_onnx:
         import onnx  # noqa: F401, torch needs it for that
@@ -2424,18 +2417,18 @@ def parse_with_run(parser, argv):
         except Exception as error:
             parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
     torch.zeros(1, device=None if args.device == "auto" else args.device).item()  # is it there?
-    if args.device == "cuda" and num_ranks() > 1:
+    if args.device == "cuda" and NUM_RANKS > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not run_dir:
         Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-        if rank() == 0 and (path := run_path(args)).exists():
+        if RANK == 0 and (path := run_path(args)).exists():
             parser.error(f"argument --run-name: {path} is there already")
     return args
 
 
 def check_rows(parser, args, num_rows, rows="rows"):
     """Refuse minibatches and ranks that cannot share the rows equally, or get too few of them."""
-    B, ranks = args.num_minibatches, num_ranks()
+    B, ranks = args.num_minibatches, NUM_RANKS
     if num_rows % (B * ranks) or args.num_envs % ranks:
         option = "envs" if args.num_envs % ranks else "minibatches"
         problem = f"{num_rows} {rows} are not {B} equal minibatches for {ranks} process(es)"
@@ -2460,7 +2453,7 @@ def main():
         sys.stdout.reconfigure(errors="replace")
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors to the Run
     known = GameError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError
-    known += (RuntimeError,) if num_ranks() > 1 else ()  # of torch, if another rank is gone
+    known += (RuntimeError,) if NUM_RANKS > 1 else ()  # of torch, if another rank is gone
     args = None
     try:
         args = parse_args()

@@ -235,8 +235,7 @@ def test_wrong_options(tmp_path, capsys, options, words):
 
 def test_one_process_only(monkeypatch, tmp_path, capsys):
     """torchrun is refused, as it is for --eval."""
-    for name, value in {"TORCHELASTIC_RUN_ID": "t", "RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ml, "NUM_RANKS", 2)
     with pytest.raises(SystemExit):
         ml.parse_args(["--analyse", "--log-dir", str(tmp_path)])
     assert "--analyse" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LENGTHS = {"ppo": 1321, "ppo_atari": 1200, "ppo_multilevel": 2481}  # lines at most
+LENGTHS = {"ppo": 1314, "ppo_atari": 1193, "ppo_multilevel": 2474}  # lines at most
 SCRIPTS = list(LENGTHS)
 SECTIONS = (
     "options, train, rollout, GAE, losses, update, model, heads and normalisers, speed, games, "
@@ -260,10 +260,9 @@ def torchrun_commands():
 @pytest.mark.parametrize("name, ranks, options", torchrun_commands())
 def test_torchrun_commands_are_accepted(name, ranks, options, tmp_path, monkeypatch):
     """The ranks can share what the README's torchrun commands ask for."""
-    environment = {"TORCHELASTIC_RUN_ID": "test", "RANK": "0", "WORLD_SIZE": str(ranks)}
-    for variable, value in environment.items():
-        monkeypatch.setenv(variable, value)
-    importlib.import_module(name).parse_args([*options.split(), "--log-dir", str(tmp_path)])
+    script = importlib.import_module(name)
+    monkeypatch.setattr(script, "NUM_RANKS", ranks)
+    script.parse_args([*options.split(), "--log-dir", str(tmp_path)])
 
 
 @pytest.mark.parametrize("name, options", readme_commands())

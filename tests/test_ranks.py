@@ -1,6 +1,7 @@
 """Tests of data-parallel training: two ranks do what one process does, and end together."""
 
 import csv
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -58,6 +59,7 @@ def remove_runs(tmp_path):
 def run_rank(script, argv, environment, errors):
     """Be one of the processes that torchrun starts."""
     os.environ |= environment
+    importlib.reload(script)  # which looks at these when it is imported
     sys.stderr = open(errors, "w", buffering=1)
     sys.argv = [f"{script.__name__}.py", *argv]
     code = script.main()
@@ -236,9 +238,8 @@ REFUSED = [
 @pytest.mark.parametrize("rank", [0, 1])
 def test_unequal_shares(tmp_path, capsys, monkeypatch, options, option, rank):
     """Games and rows that two ranks cannot share equally: one line."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(ppo, "NUM_RANKS", 2)
+    monkeypatch.setattr(ppo, "RANK", rank)
     options += f" --num-steps 16 --norm-adv off --log-dir {tmp_path}"
     with pytest.raises(SystemExit) as exit_info:
         ppo.parse_args(options.split())
@@ -250,12 +251,11 @@ def test_unequal_shares(tmp_path, capsys, monkeypatch, options, option, rank):
 def test_run_name_is_checked_by_rank_0(tmp_path, capsys, monkeypatch):
     """The others may come when rank 0 has made the folder."""
     (tmp_path / "mine").mkdir()
-    for name, value in {"TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ppo, "NUM_RANKS", 2)
     argv = ["--run-name", "mine", "--log-dir", str(tmp_path)]
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(ppo, "RANK", 1)
     assert ppo.parse_args(argv).run_name == "mine"
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(ppo, "RANK", 0)
     with pytest.raises(SystemExit):
         ppo.parse_args(argv)
     assert "--run-name" in capsys.readouterr().err
@@ -266,9 +266,7 @@ def test_signals_of_ranks(tmp_path, monkeypatch):
     run, before = object.__new__(ppo.Run), signal.getsignal(signal.SIGTERM)
     run.args = ppo.parse_args(["--log-dir", str(tmp_path)])
     run.counters, run.signal, run.started, run.saved = dict(ppo.COUNTERS), None, 0.0, 0
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(ppo, "NUM_RANKS", 2)
 
     def gathered_objects(value):
         signal.raise_signal(signal.SIGTERM)
@@ -283,7 +281,7 @@ def test_signals_of_ranks(tmp_path, monkeypatch):
         signal.signal(signal.SIGTERM, before)
     run.asked -= 2
     run.stop(signal.SIGINT, None)
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(ppo, "NUM_RANKS", 1)
     with pytest.raises(KeyboardInterrupt):  # as it would be without other ranks
         run.stop(signal.SIGINT, None)
 
@@ -292,9 +290,7 @@ def test_eval_takes_one_process(tmp_path, capsys, monkeypatch):
     """--eval under torchrun is refused."""
     run = ppo.train(ppo.parse_args(options(ppo, tmp_path)))
     capsys.readouterr()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(ppo, "NUM_RANKS", 2)
     with pytest.raises(SystemExit):
         ppo.parse_args(["--eval", str(run.run_dir)])
     assert "--eval" in capsys.readouterr().err

@@ -4,11 +4,13 @@ import argparse
 import csv
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
-COLUMNS = ("case", "ours", "sb3", "ratio", "lowest", "highest", "pairs", "versions")
+COLUMNS = ("case", "processor", "ours", "sb3", "ratio", "lowest", "highest", "pairs", "versions")
 
 
 def measure(script, who, case, environment):
@@ -19,11 +21,21 @@ def measure(script, who, case, environment):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def processor():
+    """Return the name of the processor, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores"
+
+
 def main(script, description, cases, functions, results, environment):
     """Run a benchmark's command line.
 
     `functions` are {"ours": f, "sb3": f}: a case's arguments → (steps per second, versions). Writes
-    a row per case to the file `results`, beside those of other cases.
+    a row per case to the file `results`, beside those of other cases and other processors.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--pairs", type=int, default=5, help="runs of each of the two per case")
@@ -37,19 +49,20 @@ def main(script, description, cases, functions, results, environment):
     rows = {}
     if results.exists():
         with results.open(newline="") as file:
-            rows = {row["case"]: row for row in csv.DictReader(file)}
+            rows = {(row["case"], row["processor"]): row for row in csv.DictReader(file)}
     for case in args.cases:
         pairs = [
             [measure(script, who, case, environment) for who in functions]
             for _ in range(args.pairs)
         ]
         ratios = [mine[0] / peers[0] for mine, peers in pairs]
-        row = {"case": case, "pairs": args.pairs, "ratio": f"{statistics.median(ratios):.2f}"}
+        row = {"case": case, "processor": processor(), "pairs": args.pairs}
+        row |= {"ratio": f"{statistics.median(ratios):.2f}"}
         row |= {"lowest": f"{min(ratios):.2f}", "highest": f"{max(ratios):.2f}"}
         for i, who in enumerate(functions):
             row[who] = round(statistics.median(pair[i][0] for pair in pairs))
         row["versions"] = json.dumps(pairs[0][0][1] | pairs[0][1][1])
-        rows[case] = row
+        rows[case, row["processor"]] = row
         print(row, flush=True)
         with results.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)

@@ -19,6 +19,8 @@ import time
 import venv
 from pathlib import Path
 
+import pairs
+
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 PEERS = ROOT / "runs" / "peers"
@@ -53,16 +55,6 @@ def peers_python():
     return python
 
 
-def processor():
-    """Return the name of the processor, where the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} cores"
-
-
 def run(name):
     """Run a job and log it."""
     command = JOBS[name][2]
@@ -73,7 +65,7 @@ def run(name):
     commit = ["git", "rev-parse", "--short", "HEAD"]
     done = subprocess.run(commit, cwd=ROOT, capture_output=True, text=True)
     row = [name, datetime.date.today(), f"python tests/benchmarks/{command}"]
-    row += [processor(), platform.python_version(), done.stdout.strip()]
+    row += [pairs.processor(), platform.python_version(), done.stdout.strip()]
     with (HERE / "results" / "log.csv").open("a", newline="") as file:
         if not file.tell():
             csv.writer(file).writerow("name date command processor python commit seconds".split())
