@@ -104,7 +104,8 @@ def make_parser():
     option = functools.partial(add_option, parser.add_argument_group("ppo_multilevel.py"))
     positive = number(float, 1e-300)
     option("--env", str, "ResSim-v1", f"{', '.join(CASES)}, file.py:make or package.module:make")
-    text = "climb: one level at a time; together: all in every iteration; None: climb, if several"
+    text = "climb: one level at a time (by default rate 1e-4, 5 epochs); together: all in every "
+    text += "iteration (3e-5, 10 epochs, 200 iterations); None: climb, if there are several levels"
     option("--schedule", str, None, text, choices=("climb", "together"))
     text = "those to use, coarse to fine; None: a built-in simulation's (together: two)"
     option("--levels", number(int, 1), None, text, nargs="+")
@@ -154,7 +155,7 @@ def add_common_options(parser):
     option("--export-onnx", None, False, "with --eval: also write policy.onnx, from obs to action")
     option("--quiet", None, False, "print no status lines")
     option = functools.partial(add_option, parser.add_mutually_exclusive_group())
-    option("--total-timesteps", count, None, "length of the run in steps of all games together")
+    option("--total-timesteps", count, None, "steps of all games in all; ppo.py 500,000, Atari 10M")
     option("--num-iterations", count, None, "length of the run in iterations")
     option = functools.partial(add_option, parser.add_argument_group("PPO"))
     option("--num-envs", many, 4, "N, games (actors) side by side; 4 to 64 usual")
@@ -203,7 +204,7 @@ def train(args, rule=None):
                 anneal = 1 - run.share_done() if args.anneal_lr else 1
                 group["lr"] = args.learning_rate * anneal
             plan = rule.plan()  # the levels of this iteration: one of a climb, all if together
-            # Sample: T^l steps on each of them, above the coarsest in pairs of fine and coarse.
+            # Sample: T^l steps on each of them; if together, above the coarsest in pairs.
             batches, episodes = rollouts(model, run.pool, plan, args, generator)
             batch = {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
             row = {"explained_variance": explained_variance(batches[0])}
@@ -350,7 +351,7 @@ class Plan(NamedTuple):
     levels: list  # indices, coarse to fine
     num_steps: list  # T^l on each
     controls: list  # control weight β_l of the partner, for each but the first
-    refit: bool = False  # whether values of other levels must be fitted anew
+    refit: bool = False  # whether to fit the values' last layer first, see `refit_values`
 
 
 def signed_weights(num_steps, num_envs, num_minibatches, controls):
