@@ -795,7 +795,8 @@ class WorkerPool:
         start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
         context, shared, self.workers = multiprocessing.get_context(start_method), {}, []
         for name, (shape, dtype) in layout.items():
-            size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+            # In steps of 64 bytes, so are the addresses: torch may round by an array's alignment.
+            size = math.prod(shape) * np.dtype(dtype).itemsize // 64 * 64 + 64
             shared[name] = shape, dtype, context.RawArray("b", size)
         self.arrays = {name: np.ndarray(*array) for name, array in shared.items()}
         self.games = None if num_workers else make_games(range(num_envs), self.arrays)
@@ -961,7 +962,7 @@ class Run(AbstractContextManager):
             self.save()
         return going
 
-    def end_iteration(self, row, episodes, tags=None, **counts):
+    def end_iteration(self, row, episodes, **counts):
         """Add up the `counts`, log the row and the episodes' (return, length), save at times."""
         seconds = time.perf_counter() - self.started
         for name, count in (counts | {"iteration": 1, "wall_seconds": seconds}).items():
@@ -971,12 +972,12 @@ class Run(AbstractContextManager):
         row |= self.counters | dict(zip(("episodic_return", "episodic_length"), means))
         row["sps"] = round(counts["global_step"] / seconds)
         row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
-        self.log(row, tags)
+        self.log(row)
         if self.args.save_every and self.iteration % self.args.save_every == 0:
             self.save()
 
-    def log(self, row, tags=None):
-        """Evaluate if it is due, write and print the row; TensorBoard also gets {tag: value}."""
+    def log(self, row):
+        """Evaluate if it is due, write and print the row."""
         args, done, total = self.args, self.iteration, self.args.num_iterations
         self.history.append(row)
         if RANK > 0:
@@ -986,7 +987,7 @@ class Run(AbstractContextManager):
             if not self.signal:  # which would have cut it short
                 row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
         self.writer.writerow(row)
-        tags = {"charts/SPS": row.get("sps")} | (tags or {})
+        tags = {"charts/SPS": row.get("sps")}
         tags |= {f"charts/{name}": row.get(name) for name in CHARTS}
         tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
         for tag, value in tags.items():
@@ -1142,20 +1143,17 @@ def evaluate_run(args):
     return returns
 
 
-class Camera(gym.Wrapper):
+class Camera(gym.ObservationWrapper):
     """Films an env's first episode, its last state too, at the env's speed."""
 
     path, film, episode = None, None, 0
 
     def reset(self, **options):
         self.episode += 1
-        return self.filmed(self.env.reset(**options))
+        return super().reset(**options)
 
-    def step(self, action):
-        return self.filmed(self.env.step(action))
-
-    def filmed(self, result):
-        """Add a picture of the env to the film."""
+    def observation(self, obs):
+        """Add a picture of the env to the film, at every reset and step."""
         import cv2
 
         if self.episode == 1:
@@ -1165,7 +1163,7 @@ class Camera(gym.Wrapper):
             if not self.film.isOpened():
                 raise OSError(f"{self.path} cannot be written")
             self.film.write(picture)
-        return result
+        return obs
 
 
 def export_onnx(path, model, inputs):

@@ -63,7 +63,6 @@ import io
 import itertools
 import json
 import math
-import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
@@ -77,7 +76,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -212,16 +210,14 @@ def train(args, rule=None):
                 normalise_values(model, batch, batches[0]["returns"])
             if plan.refit:
                 refit_values(model, batch)
-            (simulation, _), sampled = run.charge(run.pool), time.perf_counter()
+            run.charge(run.pool)
             # Learn: K epochs of minibatch steps down the telescoping sum of the levels' losses.
             row |= update(model, optimizer, batch, plan, args, generator)
             if args.norm_obs:  # after the update: within it, π_old is the policy that sampled
                 model.obs_norm.update(torch.cat([b["obs"] for b in batches[::2]]))  # own rows
-            tags = level_tags(args.levels, plan.levels, episodes, batches)
-            row |= time_split(run, simulation, sampled)
-            run.count(global_step=len(batch["obs"]), iteration=1)
+            row |= run.count(len(batch["obs"]))
             row |= rule.review(run, batches)  # a climb may check the policy, and change its level
-            run.end_iteration(row, episodes[-1], len(batch["obs"]), tags)
+            run.end_iteration(row, dict(zip(plan.levels, episodes)), len(batch["obs"]))
     return run
 
 
@@ -386,9 +382,9 @@ def update(model, optimizer, batch, plan, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     seen, num_steps = [], plan.num_steps
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    weights = signed_weights(num_steps, args.num_envs, args.num_minibatches, plan.controls)
+    sizes = num_steps, args.num_envs, args.num_minibatches
     own = slice(RANK, None, NUM_RANKS)  # a minibatch's rows of this rank
-    weights = weights.to(batch["obs"].device)[own]
+    weights = signed_weights(*sizes, plan.controls).to(batch["obs"].device)[own]
     # Literally, a partner's row is +min(r Ã, clip(r) Ã): its ratio may take the sum to −∞. Bounded,
     # it is −min(−r Ã, −clip(r) Ã), PPO's bound for −Ã, with the same gradient at π_old; and the
     # value function fits the rows of positive weight.
@@ -398,38 +394,37 @@ def update(model, optimizer, batch, plan, args, generator):
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"], coarsest)}
     coarsest //= args.num_minibatches  # M^1
-    for _ in range(args.update_epochs):
-        rows = minibatches(num_steps, args.num_envs, args.num_minibatches, generator)
-        for mb_rows in rows:  # (S,)
-            mb = {name: column[mb_rows] for name, column in batch.items()}
-            if args.norm_adv == "minibatch":
-                mb["advantages"] = normalised(mb["advantages"], coarsest)
-            mb = {name: column[own] for name, column in mb.items()}
-            if bounded:  # so that min(·) sees the signed advantage; its own weight is 1 then
-                mb["advantages"] = weights * mb["advantages"]
-            *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
-            # ML, Algorithm 4: loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}]
-            terms = [(w * term).mean() for w, term in zip(term_weights, terms)]
-            pg_loss, v_loss, entropy = terms
-            loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
-            logratio = logratio[weights > 0]
-            ratio = logratio.exp()
-            approx_kl = (ratio - 1 - logratio).mean()  # estimates KL(π_old, π) without bias, ≥ 0
-            clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
-            row = torch.stack([*terms, approx_kl, clipfrac]).detach()
-            seen.append(averaged(row))
-            if args.target_kl is not None and row[3] > args.target_kl:
-                return summary(seen)
-            for gradient in gradients:  # of which the parameters' are views, see `make_optimizer`
-                gradient.zero_()
-            loss.backward()
-            norm = math.hypot(*(float(averaged(gradient).norm()) for gradient in gradients))
-            if not math.isfinite(norm):  # before it reaches the weights
-                raise FloatingPointError("no finite gradient: lower --learning-rate? --norm-value?")
-            for gradient in gradients:  # cut to this length
-                gradient *= min(1, args.max_grad_norm / (norm + 1e-6))
-            optimizer.step()
-    return summary(seen)
+    epochs = (minibatches(*sizes, generator) for _ in range(args.update_epochs))
+    for mb_rows in itertools.chain.from_iterable(epochs):  # (S,)
+        mb = {name: column[mb_rows] for name, column in batch.items()}
+        if args.norm_adv == "minibatch":
+            mb["advantages"] = normalised(mb["advantages"], coarsest)
+        mb = {name: column[own] for name, column in mb.items()}
+        if bounded:  # so that min(·) sees the signed advantage; its own weight is 1 then
+            mb["advantages"] = weights * mb["advantages"]
+        *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
+        # ML, Algorithm 4: loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}]
+        terms = [(w * term).mean() for w, term in zip(term_weights, terms)]
+        pg_loss, v_loss, entropy = terms
+        loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
+        logratio = logratio[weights > 0]
+        ratio = logratio.exp()
+        approx_kl = (ratio - 1 - logratio).mean()  # estimates KL(π_old, π) without bias, ≥ 0
+        clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
+        row = torch.stack([*terms, approx_kl, clipfrac]).detach()
+        seen.append(averaged(row))
+        if args.target_kl is not None and row[3] > args.target_kl:
+            break
+        for gradient in gradients:  # of which the parameters' are views, see `make_optimizer`
+            gradient.zero_()
+        loss.backward()
+        norm = math.hypot(*(float(averaged(gradient).norm()) for gradient in gradients))
+        if not math.isfinite(norm):  # before it reaches the weights
+            raise FloatingPointError("no finite gradient: lower --learning-rate? --norm-value?")
+        for gradient in gradients:  # cut to this length
+            gradient *= min(1, args.max_grad_norm / (norm + 1e-6))
+        optimizer.step()
+    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
 
 
 def normalised(advantages, coarsest):
@@ -474,7 +469,8 @@ class Together:
         return {}
 
     def review(self, run, batches):
-        """Measure an iteration's rows. Returns what is logged of them."""
+        """Measure an iteration's rows. Returns V_l / V_1 for the log: V_l = Var(Â^l − Ã^{l−1}) is
+        what a level's correction adds to the variance per row, V_1 = Var(Â^1)."""
         own, sync = ([b["advantages"].cpu() for b in batches[i::2]] for i in (0, 1))
         rows = [torch.cov(torch.stack(pair)).flatten()[[0, 1, 3]] for pair in zip(own[1:], sync)]
         rows = torch.stack([torch.tensor([own[0].var(), 0, 0]), *rows])
@@ -483,7 +479,9 @@ class Together:
         if self.args.control == "auto":
             betas = self.moments[1:, 1] / self.moments[1:, 2]
             self.controls = betas.nan_to_num().clamp(0, 1).tolist()
-        return {}
+        ratios = [float((a - b).var() / own[0].var()) for a, b in zip(own[1:], sync)]
+        names = [f"levels/variance_ratio_{level}" for level in self.args.levels[1:]]
+        return dict(zip(names, ratios))
 
 
 class Climb:
@@ -1023,7 +1021,8 @@ class Games:
                 game.random = np.random.default_rng(game.seed)  # of the seeds that a pair shares
                 game.reset(game.seed)
         for level in range(1, len(self.members) // 2 + 1):
-            self.start_partners(level, starting)
+            if self.members[2 * level - 1]:
+                self.start_partners(level, starting)
 
     def get_state(self):
         """Return what `start` needs to go on with these actors, None for one that cannot tell."""
@@ -1032,8 +1031,6 @@ class Games:
 
     def start_partners(self, level, actors):
         """Start an episode of these actors' partners at the start of the fine game's episode."""
-        if not self.members[2 * level - 1]:
-            return
         with self.metered(2 * level - 1):
             for i in actors:
                 fine, partner = self.members[2 * level][i], self.members[2 * level - 1][i]
@@ -1058,11 +1055,9 @@ class Games:
 
     def step(self, level=0, synchronize=False):
         """Step the games of a level index once, then their partners, and map these if asked to."""
-        for m in (2 * level, 2 * level - 1) if level else (0,):
-            if self.members[m]:
-                with self.metered(m, len(self.games)):
-                    self.step_member(m)
-        if level:
+        self.step_member(2 * level)
+        if level and self.members[2 * level - 1]:
+            self.step_member(2 * level - 1)
             # Where the fine episode ended, the partner's ends with it and a new pair starts.
             own, sync = (self.arrays[m] for m in (2 * level, 2 * level - 1))
             ended = own["ended"][self.rows]
@@ -1076,15 +1071,16 @@ class Games:
         games, envs = self.members[m], [game.env for game in self.members[m]]
         actions = to_env(self.arrays[m]["actions"][self.rows], envs[0].action_space)
         first = next(c for c in type(envs[0]).__mro__ if {"step", "step_batch"} & vars(c).keys())
-        if "step_batch" not in vars(first):  # nor where a subclass has another step
-            for game, action in zip(games, actions):
-                self.busy = game, "step"
-                game.record(*game.env.step(action)[:4])
-            return
-        self.busy = games[0], "step_batch"
-        for game, *result in zip(games, *envs[0].step_batch(envs, actions), strict=True):
-            self.busy = game, "step_batch"
-            game.record(*result)
+        with self.metered(m, len(games)):
+            if "step_batch" in vars(first):  # and no subclass has another step
+                self.busy = games[0], "step_batch"
+                for game, *result in zip(games, *envs[0].step_batch(envs, actions), strict=True):
+                    self.busy = game, "step_batch"
+                    game.record(*result)
+            else:
+                for game, action in zip(games, actions):
+                    self.busy = game, "step"
+                    game.record(*game.env.step(action)[:4])
 
     @contextmanager
     def metered(self, m, steps=0):
@@ -1131,13 +1127,6 @@ def measured_costs(args, model):
     return [*costs, overhead]
 
 
-def time_split(run, sim_seconds, sampled):
-    """Return where an iteration's seconds went, whose update began when it had `sampled`."""
-    simulation = sim_seconds / max(1, len(run.pool.workers)) / NUM_RANKS
-    policy, update = sampled - run.started - simulation, time.perf_counter() - sampled
-    return dict(zip(TIMES, (simulation, policy, update)))
-
-
 def game_seeds(args, starts):
     """Return the seeds of this rank's games, (2L − 1, N): others whenever games start anew."""
     shape = 2 * len(args.levels) - 1, args.num_envs  # of the members
@@ -1180,7 +1169,8 @@ class WorkerPool:
         start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
         context, shared, self.workers = multiprocessing.get_context(start_method), {}, []
         for name, (shape, dtype) in layout.items():
-            size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+            # In steps of 64 bytes, so are the addresses: torch may round by an array's alignment.
+            size = math.prod(shape) * np.dtype(dtype).itemsize // 64 * 64 + 64
             shared[name] = shape, dtype, context.RawArray("b", size)
         self.arrays = {name: np.ndarray(*array) for name, array in shared.items()}
         self.games = None if num_workers else make_games(range(num_envs), self.arrays)
@@ -1291,11 +1281,6 @@ TIMES = ("simulation_seconds", "policy_seconds", "update_seconds")
 COLUMNS = [*COUNTERS, *TIMES, "sps", *CHARTS, *LOSSES]  # of progress.csv
 
 
-def summary(seen):
-    """Return the mean over an update's minibatches of each quantity, {name: float}."""
-    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
-
-
 class Run(AbstractContextManager):
     """A run of `train`: its games (`pool`), counters, folder, logged rows (`history`), and the
     `signal` that stopped it, or None. Its end closes all, and saves if a game has failed."""
@@ -1372,54 +1357,62 @@ class Run(AbstractContextManager):
         return self.counters["sim_cost"] / self.args.total_cost
 
     def charge(self, pool):
-        """Count what a pool's games have simulated since the last time. Returns seconds and cost,
-        in steps of the finest level, of all ranks."""
+        """Count what a pool's games have simulated since the last time, on all ranks. Returns its
+        cost, in steps of the finest level."""
         seconds, steps = (pool.arrays[name].sum(axis=-1) for name in ("seconds", "steps"))
         pool.arrays["seconds"][:] = pool.arrays["steps"][:] = 0
         costs = np.array(self.args.level_costs[:-1]) / self.args.level_costs[-2]
         costs = np.repeat(costs, 2)[: len(steps)] if pool is self.pool else costs[-1]  # of members
         spent = gathered_objects([seconds.sum(), (steps * costs).sum()])
-        spent = np.sum(spent, axis=0).tolist()
-        self.count(sim_seconds=spent[0], sim_cost=spent[1])
-        return spent
+        self.simulated, cost = np.sum(spent, axis=0).tolist()
+        self.sampled = time.perf_counter()
+        self.counters["sim_seconds"] += self.simulated
+        self.counters["sim_cost"] += cost
+        return cost
 
     def check(self):
-        """Play the episodes of a check. Returns their returns (E,), and the cost as `charge`."""
+        """Play the episodes of a check. Returns their returns (E,), and the cost, see `charge`."""
         played = gathered_objects(evaluate(self.model, self.check_pool))
         returns = np.concatenate([returns for returns, _ in played])
         if not np.isfinite(returns).all():
             raise GameError("NaN or infinity in the returns of a check")
         if cut := sum(cut for _, cut in played):
             self.say(f"check: {cut} episodes cut off at {EVAL_STEPS:,} steps")
-        return torch.from_numpy(returns), self.charge(self.check_pool)[1]
+        return torch.from_numpy(returns), self.charge(self.check_pool)
 
     def say(self, text):
         """Print a line."""
         if RANK == 0 and not self.args.quiet:
             print(text, flush=True)
 
-    def count(self, **counts):
-        """Add to the counters."""
-        for name, count in counts.items():
-            self.counters[name] += count
+    def count(self, steps):
+        """Count an iteration of so many steps after its update. Returns where its seconds went."""
+        self.counters["iteration"] += 1
+        self.counters["global_step"] += steps
+        simulation = self.simulated / max(1, len(self.pool.workers)) / NUM_RANKS
+        policy = self.sampled - self.started - simulation
+        return dict(zip(TIMES, (simulation, policy, time.perf_counter() - self.sampled)))
 
-    def end_iteration(self, row, episodes, steps, tags=None):
-        """Log the row of an iteration and the episodes' (return, length), save at times."""
+    def end_iteration(self, row, episodes, steps):
+        """Log an iteration's row and its episodes, {level index: [(return, length)]}; save."""
         seconds = time.perf_counter() - self.started
-        self.count(wall_seconds=seconds)
+        self.counters["wall_seconds"] += seconds
         if self.history and self.history[-1].get("level") != row.get("level"):
             self.recent = []  # episodes of the level that a climb was on
-        self.recent = (self.recent + episodes)[-100:]
+        for level, ended in episodes.items():
+            if ended:
+                row[f"levels/return_{self.args.levels[level]}"] = np.mean(ended, axis=0)[0]
+        self.recent = (self.recent + episodes[max(episodes)])[-100:]  # the finest level's
         means = np.mean(self.recent or [(math.nan, math.nan)], axis=0).tolist()
         row |= self.counters | dict(zip(("episodic_return", "episodic_length"), means))
         row["sps"] = round(steps / seconds)
         row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
-        self.log(row, tags)
+        self.log(row)
         if self.args.save_every and self.iteration % self.args.save_every == 0:
             self.save()
 
-    def log(self, row, tags=None):
-        """Evaluate if it is due, write and print the row; TensorBoard also gets {tag: value}."""
+    def log(self, row):
+        """Evaluate if it is due, write and print the row."""
         args, done = self.args, self.iteration
         self.history.append(row)
         if RANK > 0:
@@ -1432,7 +1425,7 @@ class Run(AbstractContextManager):
             if (picture := self.eval_pool.games.games[0].picture) is not None:
                 self.events.add_image("eval/end", picture, row["global_step"], dataformats="HWC")
         self.writer.writerow(row)
-        tags = {"charts/SPS": row.get("sps")} | (tags or {})
+        tags = {"charts/SPS": row.get("sps")} | {k: x for k, x in row.items() if "/" in k}
         tags |= {f"charts/{name}": row.get(name) for name in CHARTS}
         tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
         tags |= {f"costs/{name}": row.get(name) for name in ("sim_cost", *TIMES)}
@@ -1602,20 +1595,17 @@ def evaluate_run(args):
     return returns
 
 
-class Camera(gym.Wrapper):
+class Camera(gym.ObservationWrapper):
     """Films an env's first episode, its last state too, at the env's speed."""
 
     path, film, episode = None, None, 0
 
     def reset(self, **options):
         self.episode += 1
-        return self.filmed(self.env.reset(**options))
+        return super().reset(**options)
 
-    def step(self, action):
-        return self.filmed(self.env.step(action))
-
-    def filmed(self, result):
-        """Add a picture of the env to the film."""
+    def observation(self, obs):
+        """Add a picture of the env to the film, at every reset and step."""
         import cv2
 
         if self.episode == 1:
@@ -1625,7 +1615,7 @@ class Camera(gym.Wrapper):
             if not self.film.isOpened():
                 raise OSError(f"{self.path} cannot be written")
             self.film.write(picture)
-        return result
+        return obs
 
 
 def export_onnx(path, model, inputs):
@@ -1645,21 +1635,6 @@ def export_onnx(path, model, inputs):
     model.cpu().forward = policy  # which the exporter calls
     warnings.simplefilter("ignore")  # the exporter speaks of its successor
     torch.onnx.export(model, (*map(torch.from_numpy, inputs.values()),), str(path), **options)
-
-
-def level_tags(names, levels, episodes, batches):
-    """Return what TensorBoard shows of each level: its episodes' return, and V_l / V_1. V_l =
-    Var(Â^l − Ã^{l−1}) is what the level's correction adds to the variance per row, V_1 = Var(Â^1):
-    a level pays if its V_l is small, and needs few steps in proportion to it."""
-    tags = {}
-    for i, level in enumerate(levels):
-        if episodes[i]:
-            tags[f"levels/return_{names[level]}"] = float(np.mean(episodes[i], axis=0)[0])
-        if i > 0:
-            difference = batches[2 * i]["advantages"] - batches[2 * i - 1]["advantages"]
-            ratio = difference.var() / batches[0]["advantages"].var()
-            tags[f"levels/variance_ratio_{names[level]}"] = float(ratio)
-    return tags
 
 
 ROUNDS, REPEATS = 10, 2  # an analysis plays ROUNDS · N episodes, in pairs REPEATS from each start
@@ -1684,7 +1659,7 @@ def analyse(args):
         if len(played) == 1:  # the first one tells how long an episode is
             steps = played[levels]["steps"]
             policy = max(0, time.perf_counter() - began - steps * costs[levels[0]])
-            seconds = sum(steps * costs[level] + policy for level in itertools.chain(*plays))
+            seconds = sum(steps * costs[level] + policy for level in sum(plays, ()))
             each = f"{ROUNDS * args.num_envs} episodes of every level and pair"
             print(f"{each}: about {seconds:.0f} s", flush=True)
     rows = [compare(costs, played, *pair) for pair in pairs]
@@ -1864,8 +1839,7 @@ def play(model, levels, args, generator):
 FOOT, DAY, MILLIDARCY = 0.3048, 86400.0, 9.869233e-16  # m, s, m²
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A reservoir and its operation: everything that does not depend on the level."""
 
     grids: tuple  # (ny, nx) of the levels, coarse to fine; the last one is the policy's grid
@@ -1960,7 +1934,7 @@ def _built_in_cases():
     v1 = Case(grids, *size, *wells, channel_fields, dt=5.0, pore_volumes=0.7)
     wells = (tuple(range(1, 64, 2)), left), (tuple(range(1, 64, 2)), (63,) * 32)
     v3 = Case(grids[:4], *size, *wells, streak_fields, dt=5.0, pore_volumes=0.7)
-    v4 = replace(v3, fields=functools.partial(streak_fields, width=3))
+    v4 = v3._replace(fields=functools.partial(streak_fields, width=3))
     grids, size = ((27, 9), (57, 19), (111, 37), (219, 73)), (620 * FOOT, 1820 * FOOT)
     rows = tuple(range(1, 219, 36))  # injectors in the middle column, producers on both edges
     wells = (rows, (36,) * 7), (tuple(sorted(2 * rows)), (0, 72) * 7)
@@ -1977,15 +1951,11 @@ def partition(n, parts):
     return i * (n // parts) + np.minimum(i, n % parts)
 
 
-def coarsen(x, shape, how="mean"):
-    """x (..., ny, nx) on a coarser grid `shape`: "mean" or "harmonic" mean."""
-    if x.shape[-2:] == tuple(shape):
-        return x.copy()
+def coarsen(x, shape):
+    """x (..., ny, nx) on a coarser grid `shape`: the means over the cells in a cell."""
     rows, cols = partition(x.shape[-2], shape[0]), partition(x.shape[-1], shape[1])
-    cells = np.diff(rows)[:, None] * np.diff(cols)
-    y = 1 / x if how == "harmonic" else x
-    y = np.add.reduceat(np.add.reduceat(y, rows[:-1], axis=-2), cols[:-1], axis=-1)
-    return cells / y if how == "harmonic" else y / cells
+    sums = np.add.reduceat(np.add.reduceat(x, rows[:-1], axis=-2), cols[:-1], axis=-1)
+    return sums / (np.diff(rows)[:, None] * np.diff(cols))
 
 
 def refine(x, shape):
@@ -2006,54 +1976,29 @@ def mobility(s, case):
     return total, water / total, (d_water * oil - water * d_oil) / (total**2 * movable)
 
 
-def transmissibility(k, lx, ly):
-    """Of the inner faces, (n, ny, nx-1) and (n, ny-1, nx), for k (n, ny, nx) = permeability · λ."""
-    dy, dx = ly / k.shape[-2], lx / k.shape[-1]
-    # T = 2 A / (Δ/k₁ + Δ/k₂): area over distance times the harmonic mean of both cells, per day
-    r = 1 / (DAY * k)
-    tx = 2 * dy / dx / (r[..., :, :-1] + r[..., :, 1:])
-    return tx, 2 * dx / dy / (r[..., :-1, :] + r[..., 1:, :])
-
-
-def factor_pressure(tx, ty):
-    """LU factors of one reservoir's pressure matrix, from tx (ny, nx-1) and ty (ny-1, nx)."""
-    nx = ty.shape[1]
-    east, south = np.pad(tx, ((0, 0), (0, 1))), np.pad(ty, ((0, 1), (0, 0)))
-    diagonal = east + south
-    diagonal[:, 1:] += tx
-    diagonal[1:] += ty
-    diagonal[0, 0] *= 2  # p is free up to a constant: this makes p[0, 0] = 0, since Σ q = 0
-    east, south = -east.ravel()[:-1], -south.ravel()[:-nx]
-    bands = [south, east, diagonal.ravel(), east, south]
-    matrix = sparse.diags_array(bands, offsets=[-nx, -1, 0, 1, nx], format="csc")
-    matrix.eliminate_zeros()
+def factor_pressure(t, a, b):
+    """LU factors of one reservoir's pressure matrix, from its faces, see `Grid`."""
+    # p is free up to a constant: the first entry, doubled, makes p[0, 0] = 0, since Σ q = 0
+    rows, cols = np.concatenate([a, b, a, b, [0]]), np.concatenate([a, b, b, a, [0]])
+    values = np.concatenate([t, t, -t, -t, [t[a == 0].sum()]])
+    matrix = sparse.csc_array((values, (rows, cols)))  # values at the same place are summed
     options = {"diag_pivot_thresh": 0, "panel_size": 4, "relax": 2}  # for symmetric matrices
     return splu(matrix, "MMD_AT_PLUS_A", **options, options={"SymmetricMode": True})
 
 
-def fluxes(p, tx, ty):
-    """vx (n, ny, nx+1), vy (n, ny+1, nx) [m²/day] over all faces; 0 at the outer ones."""
-    n, ny, nx = p.shape
-    vx, vy = np.zeros((n, ny, nx + 1)), np.zeros((n, ny + 1, nx))
-    # v = T (p₁ - p₂), positive towards the larger index
-    np.multiply(tx, p[:, :, :-1] - p[:, :, 1:], out=vx[:, :, 1:-1])
-    np.multiply(ty, p[:, :-1] - p[:, 1:], out=vy[:, 1:-1])
-    return vx, vy
-
-
-def flow_matrix(p, vx, vy, q):
-    """Upwind matrix of flow vx, vy, q: order of cells; values (diagonal first), rows, columns."""
+def flow_matrix(p, t, q, a, b):
+    """Upwind matrix of flow at p, q: order of cells; values (diagonal first), rows, columns."""
     # Ordered by falling pressure, fluid moves to later cells only: the matrix is lower triangular.
-    n, index, rank = len(p), np.arange(p.size, dtype=np.int32), np.empty(p.shape, dtype=np.int32)
-    order = (np.argsort(-p.reshape(n, -1)) + p[0].size * np.arange(n)[:, None]).ravel()
-    rank.reshape(-1)[order] = index
-    leaving = np.maximum(vx[:, :, 1:], 0) - np.minimum(vx[:, :, :-1], 0) - np.minimum(q, 0)
-    leaving += np.maximum(vy[:, 1:], 0) - np.minimum(vy[:, :-1], 0)
-    entering = [-np.abs(vx[:, :, 1:-1]).ravel(), -np.abs(vy[:, 1:-1]).ravel()]
-    x, y = (rank[:, :, :-1], rank[:, :, 1:]), (rank[:, :-1], rank[:, 1:])  # both cells of each face
-    down = np.concatenate([index, np.maximum(*x).ravel(), np.maximum(*y).ravel()])
-    up = np.concatenate([index, np.minimum(*x).ravel(), np.minimum(*y).ravel()])
-    return order, np.concatenate([leaving.ravel()[order], *entering]), down, up
+    n, index, rank = len(p), np.arange(p.size, dtype=np.int32), np.empty(p.size, dtype=np.int32)
+    first = p[0].size * np.arange(n, dtype=np.int32)[:, None]  # cell of each reservoir
+    order = (np.argsort(-p.reshape(n, -1)) + first).ravel()
+    rank[order] = index
+    a, b = (a + first).ravel(), (b + first).ravel()
+    v = t.ravel() * (p.ravel()[a] - p.ravel()[b])  # fluxes [m²/day] from a to b
+    leaving = np.bincount(np.where(v > 0, a, b), np.abs(v), p.size) - np.minimum(q, 0).ravel()
+    down = np.concatenate([index, np.maximum(rank[a], rank[b])])
+    up = np.concatenate([index, np.minimum(rank[a], rank[b])])
+    return order, np.concatenate([leaving[order], -np.abs(v)]), down, up
 
 
 def factor_lower(values, rows, cols):
@@ -2065,11 +2010,11 @@ def factor_lower(values, rows, cols):
     return splu(matrix, permc_spec="NATURAL", diag_pivot_thresh=0, panel_size=2, relax=1)
 
 
-def transport(s, p, vx, vy, q, pore, case):
-    """Saturations (n, ny, nx) after `case.substeps` backward Euler steps of `case.dt` days; vx, vy
-    are those of `fluxes`, pore [m²] is a cell's pore space (number or array)."""
+def transport(s, p, t, q, a, b, pore, case):
+    """Saturations (n, ny, nx) after `case.substeps` backward Euler steps of `case.dt` days; t (n,
+    faces), a and b: see `Grid`; pore [m²] is a cell's pore space (number or array)."""
     movable, n, size = 1 - case.s_wir - case.s_oir, len(s), s.size
-    order, flow, down, up = flow_matrix(p, vx, vy, q)
+    order, flow, down, up = flow_matrix(p, t, q, a, b)
     storage = np.broadcast_to(pore * movable / case.dt, s.shape).ravel()[order]
     source = np.maximum(q, 0).ravel()[order]
     big_s = ((s.ravel() - case.s_wir) / movable)[order]  # S = (s - s_wir) / movable, ordered
@@ -2107,28 +2052,42 @@ def transport(s, p, vx, vy, q, pore, case):
     return result.reshape(s.shape)
 
 
+@functools.cache  # so that a field's pressure matrix is factored once in a process
 class Grid:
-    """One level of a case; perm (K, ny, nx) [m²] lies on this level's or on the finest grid."""
+    """One level of a case, with its permeability fields of a seed, `perm` (K, ny, nx) [m²]."""
 
-    def __init__(self, case, level, perm):
+    def __init__(self, case, level, seed):
         self.case, self.level, self.shape = case, level, case.grids[level - 1]
-        self.perm = coarsen(perm, self.shape, "harmonic")  # (K, ny, nx)
+        if level == len(case.grids):
+            self.perm = np.asarray(case.fields(case, case.n_fields, seed), float)
+            sound = (self.perm > 0) & (self.perm < np.inf)
+            if self.perm.shape[1:] != self.shape or not sound.all():
+                raise ValueError(f"fields must be (K, *{self.shape}), finite, > 0")
+        else:  # harmonic means
+            self.perm = 1 / coarsen(1 / Grid(case, len(case.grids), seed).perm, self.shape)
         self.pore = case.lx * case.ly * case.porosity / math.prod(self.shape)  # [m²] per cell
+        # Between cells a and b (faces,) there is a face; its length over their distance.
+        (ny, nx), cells = self.shape, np.arange(math.prod(self.shape), dtype=np.int32)
+        cells, ratio = cells.reshape(ny, nx), (case.ly / ny) / (case.lx / nx)
+        self.a = np.concatenate([cells[:, :-1].ravel(), cells[:-1].ravel()])
+        self.b = np.concatenate([cells[:, 1:].ravel(), cells[1:].ravel()])
+        self.ratio = np.repeat([ratio, 1 / ratio], [ny * (nx - 1), (ny - 1) * nx])
         # The wells' cells, (wells,) indices into the ny·nx cells; coarse ones may hold several.
-        cells = refine(np.arange(math.prod(self.shape)).reshape(self.shape), case.grids[-1])
+        cells = refine(cells, case.grids[-1])
         self.injectors, self.producers = cells[tuple(case.injectors)], cells[tuple(case.producers)]
-        self.factored = {}  # field -> (LU factors, tx, ty)
+        self.factored = {}  # field -> LU factors, transmissibilities
 
     def solve_pressure(self, field, s, q):
-        """Pressure p [Pa] (ny, nx) with div(-k λ(s) grad p) = q, and tx, ty."""
+        """Pressure p [Pa] (ny, nx) with div(-k λ(s) grad p) = q; transmissibilities (faces,)."""
         factored = self.factored if self.case.linear else {}  # linear: λ never changes,
         s = np.full_like(s, self.case.s_wir) if self.case.linear else s  # not even by rounding
         if field not in factored:
-            k = self.perm[field] * mobility(s, self.case)[0]
-            tx, ty = transmissibility(k, self.case.lx, self.case.ly)
-            factored[field] = factor_pressure(tx, ty), tx, ty
-        lu, tx, ty = factored[field]
-        return lu.solve(q.ravel()).reshape(q.shape), tx, ty
+            # T = 2 A / (Δ/k₁ + Δ/k₂): area over distance times the harmonic mean of k λ, per day
+            r = 1 / (DAY * self.perm[field] * mobility(s, self.case)[0]).ravel()
+            t = 2 * self.ratio / (r[self.a] + r[self.b])
+            factored[field] = factor_pressure(t, self.a, self.b), t
+        lu, t = factored[field]
+        return lu.solve(q.ravel()).reshape(q.shape), t
 
     def observe(self, s, p):
         """psi for a batch: s, p (n, ny, nx) -> (n, observations), see `ResSim.psi`."""
@@ -2139,41 +2098,23 @@ class Grid:
         return np.concatenate([s[:, self.producers].clip(0, 1), p], axis=1)
 
 
-@functools.cache  # so that a field's pressure matrix is factored once in a process
-def _shared_grid(case, level, seed):
-    if level < len(case.grids):
-        return Grid(case, level, _shared_grid(case, len(case.grids), seed).perm)
-    return Grid(case, level, case.fields(case, case.n_fields, seed))
-
-
 class ResSim(gym.Env):
     """Water displaces oil in one reservoir, simulated on one level; an action sets the wells.
 
     Darcy pressure once per control step, then upwind transport (Dixit & ElSheikh, arXiv 2210.08400,
     section 4). Reward: oil produced / oil in place at first. Terminated after `case.control_steps`.
     The case is a `Case` or a name in CASES; level 1 is the coarsest, the finest the default. Fields
-    are training's, those of an evaluation, of validation (a climb's checks), or own ones: perm (K,
-    ny, nx) [m²] on the finest grid or on this level's."""
+    are training's, those of an evaluation or of validation (a climb's checks)."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 2}
 
-    def __init__(
-        self, case, level=None, evaluation=False, validation=False, perm=None, render_mode=None
-    ):
+    def __init__(self, case, level=None, evaluation=False, validation=False, render_mode=None):
         self.case = case = CASES[case] if isinstance(case, str) else case
         level = len(case.grids) if level is None else level
         if level not in range(1, len(case.grids) + 1):
             raise ValueError(f"level must be 1..{len(case.grids)}, got {level}")
         self.fields = 2 if validation else int(evaluation)  # the seed of the set
-        self.render_mode, self.t = render_mode, None
-        if perm is None:
-            self.grid = _shared_grid(case, level, self.fields)
-        else:
-            perm = np.asarray(perm, dtype=np.float64)
-            fits = perm.shape[1:] in (case.grids[level - 1], case.grids[-1])
-            if not fits or not ((perm > 0) & (perm < np.inf)).all():
-                raise ValueError("perm must be (K, ny, nx) on this or the finest grid, finite, > 0")
-            self.grid = Grid(case, level, perm)
+        self.grid, self.render_mode, self.t = Grid(case, level, self.fields), render_mode, None
         n_in, n_out = len(case.injectors[0]), len(case.producers[0])
         low = np.r_[np.zeros(n_out), -np.ones(n_out + n_in)].astype(np.float32)
         self.observation_space = gym.spaces.Box(low, np.float32(1), dtype=np.float32)
@@ -2244,8 +2185,8 @@ class ResSim(gym.Env):
             s = np.stack([env.s for env in part])  # (chunk, ny, nx)
             # One right-hand side per solve: solving several at once rounds differently.
             solved = [e.grid.solve_pressure(e.field, e.s, q_e) for e, q_e in zip(part, q)]
-            p, tx, ty = (np.stack(arrays) for arrays in zip(*solved))
-            s_new = transport(s, p, *fluxes(p, tx, ty), q, grid.pore, case)
+            p, t = (np.stack(arrays) for arrays in zip(*solved))
+            s_new = transport(s, p, t, q, grid.a, grid.b, grid.pore, case)
             # Nothing is compressible and all boundaries are closed: oil produced = water gained
             gained = grid.pore * (s_new - s).reshape(len(part), -1).sum(axis=1)
             rewards.append(gained / (grid.pore * s[0].size * (1 - case.s_wir)))

@@ -221,14 +221,14 @@ def test_full_disk_while_logging(script, tmp_path, capsys, monkeypatch, what):
     """One line says so, also of TensorBoard's thread; the checkpoint before it is whole."""
     real = script.Run.log
 
-    def log(run, row, tags=None):
+    def log(run, row):
         if row["iteration"] == 2 and what == "progress.csv":
             full = open("/dev/full", "w", buffering=1, newline="")
             run.writer = csv.DictWriter(full, script.COLUMNS, extrasaction="ignore")
         if row["iteration"] == 2 and what == "TensorBoard":
             writer = run.events._get_file_writer().event_writer._async_writer._writer
             writer._writer = open("/dev/full", "wb", buffering=0)
-        real(run, row, tags)
+        real(run, row)
 
     monkeypatch.setattr(script.Run, "log", log)
     more = ["--num-iterations", "5", "--save-every", "1", "--num-workers", "0"]

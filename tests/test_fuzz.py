@@ -185,12 +185,12 @@ def test_config_with_other_values(finished_run, tmp_path, outcome):
 
 SIMULATION = """
 import numpy as np
-from ppo_multilevel import ResSim
+from ppo_multilevel import CASES, ResSim
 
 
 def make(level, evaluation=False):
     perm = np.load(PERM)
-    return ResSim("ResSim-v1", level=level, evaluation=evaluation, perm=perm)
+    return ResSim(CASES["ResSim-v1"]._replace(fields=lambda *_: perm), level, evaluation)
 """
 
 

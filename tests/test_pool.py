@@ -179,6 +179,14 @@ def test_workers_do_what_this_process_does(script, tmp_path, start_method, num_w
     assert not any(process.is_alive() for _, process in pools[1].workers)
 
 
+def test_arrays_are_aligned(tmp_path):
+    """By the alignment of an array torch may round otherwise: two pools would not do the same."""
+    args = parse(ppo, tmp_path, "--env", "CartPole-v1", "--num-envs", "3")
+    for _ in range(3):
+        pool = make_pool(ppo, args, shared_model(ppo, args)[0], 0)
+        assert {array.ctypes.data % 64 for array in pool.arrays.values()} == {0}
+
+
 def test_more_workers_than_games(script, tmp_path):
     """There are never more workers than games."""
     args = parse(script, tmp_path, "--env", GOOD[script], "--num-envs", "4")

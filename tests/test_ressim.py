@@ -1,6 +1,5 @@
 """Tests of the reservoir simulator: reference numbers, conservation, batching, level maps."""
 
-import dataclasses
 import runpy
 import warnings
 from pathlib import Path
@@ -44,13 +43,19 @@ def golden_env(g, name, **changes):
     wells = [
         (tuple(g[a].tolist()), tuple(g[b].tolist())) for a, b in (("i_x", "i_y"), ("p_x", "p_y"))
     ]
-    settings = {"dt": float(g["dt"]), "substeps": int(g["nstep"]), "fields": None}
+    k = refine(g["k"][None], grids[-1])
+    settings = {"dt": float(g["dt"]), "substeps": int(g["nstep"]), "fields": lambda *_: k}
     settings |= {"lx": float(g["lx"]), "ly": float(g["ly"]), **changes}
     steps = settings.get("control_steps", 5) * settings["substeps"]
     injected = steps * settings["dt"] * float(g["c"])  # [m²] at total rate c
-    settings["pore_volumes"] = injected / (settings["lx"] * settings["ly"] * Case.porosity)
+    settings["pore_volumes"] = injected / (settings["lx"] * settings["ly"] * 0.2)
     case = Case(grids, injectors=wells[0], producers=wells[1], **settings)
-    return ResSim(case, grids.index(g["k"].shape) + 1, perm=g["k"][None])
+    return ResSim(case, grids.index(g["k"].shape) + 1)
+
+
+def with_fields(case, perm):
+    """A built-in case with these permeability fields, training's and all others."""
+    return CASES[case]._replace(fields=lambda *_: perm)
 
 
 def random_actions(rng, env, n=1):
@@ -79,7 +84,7 @@ def test_maps_equal_reference(pair):
     np.testing.assert_array_equal(partition(fine.shape[0], shape[0]), g["p0"])
     np.testing.assert_array_equal(partition(fine.shape[1], shape[1]), g["p1"])
     np.testing.assert_allclose(coarsen(fine, shape), g["mean"], rtol=1e-12, atol=1e-14)
-    np.testing.assert_allclose(coarsen(fine, shape, "harmonic"), g["hmean"], rtol=1e-12)
+    np.testing.assert_allclose(1 / coarsen(1 / fine, shape), g["hmean"], rtol=1e-12)
     np.testing.assert_allclose(summed(fine, shape), g["sum"], rtol=1e-12, atol=1e-13)
     np.testing.assert_array_equal(refine(g["coarse"], fine.shape), g["c2f"])
 
@@ -96,25 +101,32 @@ def test_maps_take_leading_axes_and_do_not_alias():
 # Solver -----------------------------------------------------------------------------------------
 
 
+def fluxes(p, t, grid):
+    """What flows over all faces of a grid in x (1, ny, nx + 1) and y (1, ny + 1, nx)."""
+    ny, nx = grid.shape
+    v = t.ravel() * (p.ravel()[grid.a] - p.ravel()[grid.b])
+    vx, vy = v[: ny * (nx - 1)].reshape(1, ny, -1), v[ny * (nx - 1) :].reshape(1, -1, nx)
+    return np.pad(vx, ((0, 0), (0, 0), (1, 1))), np.pad(vy, ((0, 0), (1, 1), (0, 0)))
+
+
 @pytest.mark.parametrize("name", SOLVERS)
 def test_solver_equals_reference(name):
     g = load(name)
     viscosities = {key: float(g[key]) for key in ("mu_w", "mu_o", "s_wir", "s_oir")}
     case = Case(
-        (g["k"].shape,), float(g["lx"]), float(g["ly"]), (), (), None, float(g["dt"]), 0.0,
-        substeps=1, mobility=name.split("_")[2], **viscosities,
+        (g["k"].shape,), float(g["lx"]), float(g["ly"]), (), (), lambda *_: g["k"][None],
+        float(g["dt"]), 0.0, substeps=1, mobility=name.split("_")[2], **viscosities,
     )  # fmt: skip
     for ours, key in zip(ppo_multilevel.mobility(g["s0"], case), ("lamb0", "f0", "df0")):
         np.testing.assert_allclose(ours, g[key], rtol=1e-10)
     ny, nx = g["k"].shape
     pore, s, q = g["phi"] * case.lx * case.ly / (ny * nx), g["s0"], g["q"][None]
+    grid = ppo_multilevel.Grid(case, 1, 0)
     for i in range(4):
-        k = g["k"] * ppo_multilevel.mobility(s, case)[0]
-        tx, ty = ppo_multilevel.transmissibility(k, case.lx, case.ly)
-        p = ppo_multilevel.factor_pressure(tx, ty).solve(q.ravel()).reshape(q.shape)
-        vx, vy = ppo_multilevel.fluxes(p, tx[None], ty[None])
+        p, t = (array[None] for array in grid.solve_pressure(0, s, q[0]))
+        vx, vy = fluxes(p, t, grid)
         before = s
-        s = ppo_multilevel.transport(s[None], p, vx, vy, q, pore, case)[0]
+        s = ppo_multilevel.transport(s[None], p, t, q, grid.a, grid.b, pore, case)[0]
         # p up to a constant, and in Pa instead of Pa · s / day
         assert relative(p[0] - p.mean(), (g["p"][i] - g["p"][i].mean()) / 86400) < 1e-5
         assert relative(vx[0], g["vx"][i]) < 1e-5 and relative(vy[0], g["vy"][i]) < 1e-5
@@ -137,8 +149,7 @@ def test_episode_equals_reference(name):
     for t in range(5):
         np.testing.assert_allclose(env.phi(g["actions"][t]), g["q"][t], rtol=1e-10, atol=1e-12)
         obs, reward, terminated, truncated, _ = env.step(g["actions"][t])
-        _, tx, ty = env.grid.solve_pressure(0, env.s, g["q"][t])
-        vx, vy = ppo_multilevel.fluxes(env.p[None], tx[None], ty[None])
+        vx, vy = fluxes(*env.grid.solve_pressure(0, env.s, g["q"][t]), env.grid)
         assert relative(vx[0], g["vx"][t]) < 1e-8 and relative(vy[0], g["vy"][t]) < 1e-8
         assert np.abs(env.s - g["s_sub"][t, -1]).max() < 1e-8
         np.testing.assert_allclose(env.psi(), g["obs"][t], rtol=0, atol=1e-8)
@@ -175,7 +186,7 @@ def test_small_time_steps_tend_to_the_refined_reference(name):
 @pytest.mark.parametrize("mobility", ["linear", "quadratic"])
 def test_nonlinear_mobility_is_linear_solver_where_they_agree(mobility):
     """Viscosities that differ by 1e-9 take Newton's branch and give the same as equal ones."""
-    case = dataclasses.replace(CASES["ResSim-v1"], mobility=mobility, mu_o=3e-4 * (1 + 1e-9))
+    case = CASES["ResSim-v1"]._replace(mobility=mobility, mu_o=3e-4 * (1 + 1e-9))
     rng = np.random.default_rng(1)
     envs = [ResSim(case, 2), ResSim("ResSim-v1", 2)]
     for env in envs:
@@ -191,8 +202,8 @@ def test_nonlinear_mobility_is_linear_solver_where_they_agree(mobility):
 
 @pytest.mark.parametrize("mu_o", [3e-5, 3e-4, 9e-3])
 def test_quadratic_mobility_converges_with_long_steps(mu_o):
-    case = dataclasses.replace(
-        CASES["ResSim-v3"], mobility="quadratic", mu_o=mu_o, s_wir=0.15, s_oir=0.1, dt=20.0
+    case = CASES["ResSim-v3"]._replace(
+        mobility="quadratic", mu_o=mu_o, s_wir=0.15, s_oir=0.1, dt=20.0
     )
     envs = [ResSim(case, 2) for _ in range(3)]
     rng = np.random.default_rng(2)
@@ -207,7 +218,7 @@ def test_quadratic_mobility_converges_with_long_steps(mu_o):
 @pytest.mark.parametrize("case", IDS)
 def test_mass_balance_at_full_size(case):
     """Water injected = water stored + water produced, with one sub-step per control step."""
-    case = dataclasses.replace(CASES[case], substeps=1, control_steps=25)
+    case = CASES[case]._replace(substeps=1, control_steps=25)
     env, rng = ResSim(case, evaluation=True), np.random.default_rng(0)
     env.reset(seed=1)
     injected = produced = oil = 0.0
@@ -228,11 +239,9 @@ def test_mass_balance_at_full_size(case):
 
 
 def test_symmetric_reservoir_stays_symmetric():
-    perm = np.full((1, 64, 64), 1e-13)
-    case = dataclasses.replace(
-        CASES["ResSim-v3"], injectors=((7, 56), (0, 0)), producers=((7, 56), (63, 63))
-    )
-    env = ResSim(case, 4, perm=perm)
+    even = with_fields("ResSim-v3", np.full((1, 64, 64), 1e-13))
+    wells = {"injectors": ((7, 56), (0, 0)), "producers": ((7, 56), (63, 63))}
+    env = ResSim(even._replace(**wells), 4)
     env.reset(seed=0)
     for _ in range(3):
         env.step(np.ones(4))
@@ -247,7 +256,7 @@ def test_symmetric_reservoir_stays_symmetric():
 def test_batch_is_bitwise_the_single_simulations(case, level, mobility):
     if mobility == "quadratic" and CASES[case].grids[level - 1][0] > 60:
         pytest.skip("slow")
-    case = dataclasses.replace(CASES[case], mobility=mobility)
+    case = CASES[case]._replace(mobility=mobility)
     n, rng = 7, np.random.default_rng(5)
     batch, alone = ([ResSim(case, level, evaluation=k > 4) for k in range(n)] for _ in "ab")
     for k in range(n):
@@ -332,7 +341,7 @@ def test_levels_share_spaces_rates_and_permeability(case):
         assert env.observation_space.shape == (2 * n_out + n_in,)
         np.testing.assert_allclose(env.phi(action), summed(q, shape), atol=1e-12)
         np.testing.assert_allclose(
-            env.grid.perm, coarsen(envs[-1].grid.perm, shape, "harmonic"), rtol=1e-12
+            env.grid.perm, 1 / coarsen(1 / envs[-1].grid.perm, shape), rtol=1e-12
         )
         # psi reads the wells of the field repeated onto the finest grid
         env.reset(seed=0)
@@ -424,7 +433,7 @@ def test_streak_fields():
     # A streak is one cell wide, and the harmonic mean does not see it.
     assert not any(ndimage.binary_erosion(f, np.ones((2, 2))).sum() > 60 for f in streaks)
     k = np.exp(x)
-    coarse = coarsen(k, (32, 32), "harmonic")  # only where streaks meet or turn are cells full
+    coarse = 1 / coarsen(1 / k, (32, 32))  # only where streaks meet or turn are cells full
     assert (coarse > np.exp(5)).mean() < 0.005 and share.min() > 0.02
 
 
@@ -495,23 +504,22 @@ def test_actions_are_clipped_and_must_be_finite():
 
 
 @pytest.mark.parametrize(
-    "perm",
-    [np.ones((8, 8)), np.ones((1, 8, 9)), np.zeros((1, 8, 8)), np.full((1, 8, 8), np.nan)]
-    + [-np.ones((1, 128, 128)), np.full((1, 128, 128), np.inf)],
+    "fields",
+    [np.ones((128, 128)), np.ones((1, 8, 8)), np.zeros((1, 128, 128))]
+    + [np.full((1, 128, 128), np.nan), -np.ones((1, 128, 128)), np.full((1, 128, 128), np.inf)],
 )
-def test_wrong_permeability_is_refused(perm):
-    with pytest.raises(ValueError, match="^perm must be .*$"):
-        ResSim("ResSim-v1", 1, perm=perm)
+def test_wrong_permeability_is_refused(fields):
+    with pytest.raises(ValueError, match="^fields must be .*$"):
+        ResSim(with_fields("ResSim-v1", fields), 1)
 
 
 def test_level_must_exist_and_own_fields_are_upscaled():
     with pytest.raises(ValueError, match="level must be 1..5"):
         ResSim("ResSim-v1", 6)
     fine = np.random.default_rng(0).lognormal(size=(3, 128, 128)) * 1e-13
-    env = ResSim("ResSim-v1", 2, perm=fine)
-    np.testing.assert_array_equal(env.grid.perm, coarsen(fine, (16, 16), "harmonic"))
-    own = ResSim("ResSim-v1", 2, perm=env.grid.perm)
-    np.testing.assert_array_equal(own.grid.perm, env.grid.perm)
+    case = with_fields("ResSim-v1", fine)
+    np.testing.assert_array_equal(ResSim(case, 5).grid.perm, fine)
+    np.testing.assert_array_equal(ResSim(case, 2).grid.perm, 1 / coarsen(1 / fine, (16, 16)))
 
 
 @pytest.mark.parametrize("case", IDS)

@@ -39,7 +39,7 @@ class Multigrid(ml.Climb):
             pool.arrays = ml.members(pool.arrays)[0]
             mean = float(ml.evaluate(run.model, pool)[0].mean())
             steps = pool.arrays["steps"].sum()
-        run.count(sim_cost=float(steps) * args.level_costs[level] / args.level_costs[-2])
+        run.counters["sim_cost"] += float(steps) * args.level_costs[level] / args.level_costs[-2]
         self.seen = [*self.seen, mean][-self.EVALUATIONS :]
         full, change = len(self.seen) == self.EVALUATIONS, np.ptp(self.seen) / abs(mean)
         if full and change <= self.TOLERANCE and level < len(args.levels) - 1:
