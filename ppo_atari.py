@@ -110,7 +110,7 @@ def add_common_options(parser):
     option("--export-onnx", None, False, "with --eval: also write policy.onnx, from obs to action")
     option("--quiet", None, False, "print no status lines")
     option = functools.partial(add_option, parser.add_mutually_exclusive_group())
-    option("--total-timesteps", count, None, "steps of all games in all; ppo.py 500,000, Atari 10M")
+    option("--total-timesteps", count, None, "length in steps of all games; ppo.py 5e5, Atari 1e7")
     option("--num-iterations", count, None, "length of the run in iterations")
     option = functools.partial(add_option, parser.add_argument_group("PPO"))
     option("--num-envs", many, 4, "N, games (actors) side by side; 4 to 64 usual")

@@ -257,7 +257,7 @@ REFERENCES = {
 }
 PUBLISHED = {  # openai/baselines-results, read off the figures
     "Pong": "18 at 2M to 3M (baselines)",
-    "Breakout": "30 to 48 at 2M (baselines)",
+    "Breakout": "245 to 310 at 10M (baselines)",
 }
 RECURRENT = {
     "CartPoleHidden": "feed-forward",
