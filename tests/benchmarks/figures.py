@@ -110,7 +110,7 @@ def atari():
             ax.vlines(*zip(*shown), color="gray", lw=4, label="openai/baselines-results")
         ax.set(title=title, xlabel="steps [millions]", ylabel="score of the last 100 games")
         ax.grid(alpha=0.3)
-        ax.legend()
+        ax.legend(loc="upper left")
     return figure
 
 
