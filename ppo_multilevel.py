@@ -442,6 +442,7 @@ class Together:
     level l in the sum, C_l what its step costs (Giles 2015, Acta Numerica 24)."""
 
     best = None  # the run's result is its last parameters
+    begin = staticmethod(lambda run: {})  # nothing is checked, nor logged, at first
 
     def __init__(self, args):
         self.args, self.rate, more = args, 1.0, len(args.levels) - 1
@@ -463,10 +464,6 @@ class Together:
                 wanted = round(steps[0] * ratios[i] / max(ratios[0], 1e-12) / unit)
                 steps[i] = min(max(wanted, 1), steps[0] // unit) * unit
         return Plan([*range(L)], steps, self.controls)
-
-    def begin(self, run):
-        """Return what is logged at first."""
-        return {}
 
     def review(self, run, batches):
         """Measure an iteration's rows. Returns V_l / V_1 for the log: V_l = Var(Â^l − Ã^{l−1}) is
@@ -1111,7 +1108,7 @@ def measured_costs(args, model):
     processes = max(1, min(args.num_workers, args.num_envs // NUM_RANKS)) * NUM_RANKS
     model, generator = copy.deepcopy(model), torch.Generator()
     for level in levels:
-        args = argparse.Namespace(**vars(args) | {"levels": [level]})
+        args = argparse.Namespace(**vars(args) | {"levels": [level], "target_kl": None})
         workers = min(1, args.num_workers)  # a process whose solvers had threads must not be forked
         with closing(make_pool(args, model, game_seeds(args, 0), workers)) as pool:
             seconds, T = pool.arrays["seconds"], 3 if costs else args.num_steps[0]
@@ -1120,9 +1117,12 @@ def measured_costs(args, model):
             seconds[:], started = 0, time.perf_counter()
             (buffer,), _ = rollout(model, pool, 0, T, args, generator)
             if not costs:  # an iteration on the coarsest level, its simulation not counted
-                batch, plan = make_batch(buffer, model.inputs, args), Plan([0], [T], [])
-                update(model, make_optimizer(model), batch, plan, args, generator)
                 overhead = max(0.0, time.perf_counter() - started - float(seconds.sum()))
+                batch, plan = make_batch(buffer, model.inputs, args), Plan([0], [T], [])
+                for _ in range(2):  # the first update includes what is done once
+                    started = time.perf_counter()
+                    update(model, make_optimizer(model), batch, plan, args, generator)
+                overhead += time.perf_counter() - started
         costs.append(float(seconds.sum()) / (T * seconds.size * processes))
     return [*costs, overhead]
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+import time
 import types
 
 import cv2
@@ -422,6 +423,19 @@ def test_measured_costs(monkeypatch, num_workers):
 
     monkeypatch.setattr(ml, "rollout", timed)
     assert ml.measured_costs(args, ml.make_model(args))[:2] == [1 / min(2, num_workers)] * 2
+
+
+def test_measured_update(monkeypatch):
+    """An update costs what all of its epochs do, without what the first one does once."""
+    args, limits = ml.parse_args([*MADE, "--num-steps", "4"]), []
+
+    def update(model, optimizer, batch, plan, args, generator):
+        limits.append(args.target_kl)
+        time.sleep(1.0 if len(limits) == 1 else 0.05)
+
+    monkeypatch.setattr(ml, "update", update)
+    assert 0.05 <= ml.measured_costs(args, ml.make_model(args))[-1] < 0.5
+    assert limits == [None, None]
 
 
 def test_another_level_of_evaluations(tmp_path):
