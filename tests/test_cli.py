@@ -523,7 +523,7 @@ def test_levels(refused_levels, options, words):
 
 
 DEFAULTS = [
-    ("--env ResSim-v1", "climb", [1, 2, 3, 4, 5], [50] * 5, 25_000, None),
+    ("--env ResSim-v1", "climb", [1, 2, 3, 4, 5], [50] * 5, 40_000, None),
     ("--env ResSim-v3 --num-steps 20", "climb", [1, 2, 3, 4], [20] * 4, 200_000, None),
     ("--env ResSim-v1 --levels 2 5 --total-cost 9", "climb", [2, 5], [50] * 2, 9, None),
     ("--env ResSim-v1 --levels 1 2", "climb", [1, 2], [50] * 2, 100 * 50 * 50, None),
@@ -549,6 +549,22 @@ def test_what_is_not_given(options, schedule, levels, num_steps, total_cost, len
     args = ppo_multilevel.parse_args(options.split())
     assert (args.schedule, args.levels, args.num_steps) == (schedule, levels, num_steps)
     assert (args.total_cost, args.num_iterations) == (total_cost, length)
+
+
+LEARNING = [
+    ("", (1e-4, 5, None)),
+    ("--levels 5", (1e-4, 5, None)),
+    ("--schedule together", (3e-5, 10, 0.05)),
+    ("--target-kl 1 --update-epochs 2", (1e-4, 2, 1)),
+    ("--schedule together --target-kl 1 --learning-rate 1", (1, 10, 1)),
+]
+
+
+@pytest.mark.parametrize("options, learning", LEARNING)
+def test_how_a_schedule_learns(options, learning):
+    """Adam's step size, epochs and target KL are those of the schedule, if not given."""
+    args = ppo_multilevel.parse_args(options.split())
+    assert (args.learning_rate, args.update_epochs, args.target_kl) == learning
 
 
 @pytest.mark.parametrize("content", ["def make(:\n", "import nope\n", "x = 1\n", "1 / 0\n"])

@@ -59,7 +59,8 @@ RUNS = {
 COSTS = {"v1": [0.024, 0.06, 0.21, 0.88, 4.1], "v2": [0.052, 0.2, 0.87, 4.3]}
 COSTS |= {case: [0.024, 0.06, 0.21, 0.88] for case in ("v3", "v4")}
 COSTS["rod"] = [0.005, 0.008, 0.026, 0.13]
-SAME = "--learning-rate 1e-4 --update-epochs 5 --num-steps 50 --num-workers 0 --eval-every 5 "
+SAME = "--learning-rate 1e-4 --update-epochs 5 --target-kl 0.05 --num-steps 50 --num-workers 0 "
+SAME += "--eval-every 5 "
 ITERATIONS = {1: 300, 2: 300, 3: 200, 4: 150, 5: 150}
 
 
@@ -75,7 +76,7 @@ def comparison(case):
         return f"{env}--level-costs {words} 0.1 "
 
     every = options(range(1, last + 1)) + SAME
-    every += "--levels 1 2 3 4 " if case == "rod" else ""
+    every += {"v1": "--total-cost 25000 ", "rod": "--levels 1 2 3 4 "}.get(case, "")
     runs = {f"{case}-climb": every}
     runs[f"{case}-pairs"] = "pairs " + every
     length = {"v1": 50_000, "v2": 100_000}.get(case, 200_000)
