@@ -2217,7 +2217,7 @@ for _name in CASES:
 
 # Of --env: length of a climb, levels and steps of --schedule together. Of --schedule: an update's.
 DEFAULTS = {
-    "ResSim-v1": {"total_cost": 40_000.0, "levels": [2, 5], "num_steps": [100, 5]},
+    "ResSim-v1": {"total_cost": 32_000.0, "levels": [2, 5], "num_steps": [100, 5]},
     "ResSim-v2": {"total_cost": 50_000.0, "levels": [1, 4], "num_steps": [140, 5]},
     "ResSim-v3": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, 15]},
     "ResSim-v4": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, 15]},

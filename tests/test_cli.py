@@ -523,7 +523,7 @@ def test_levels(refused_levels, options, words):
 
 
 DEFAULTS = [
-    ("--env ResSim-v1", "climb", [1, 2, 3, 4, 5], [50] * 5, 40_000, None),
+    ("--env ResSim-v1", "climb", [1, 2, 3, 4, 5], [50] * 5, 32_000, None),
     ("--env ResSim-v3 --num-steps 20", "climb", [1, 2, 3, 4], [20] * 4, 200_000, None),
     ("--env ResSim-v1 --levels 2 5 --total-cost 9", "climb", [2, 5], [50] * 2, 9, None),
     ("--env ResSim-v1 --levels 1 2", "climb", [1, 2], [50] * 2, 100 * 50 * 50, None),
