@@ -125,11 +125,10 @@ def make_parser():
     option("--coupling", str, "noise", text, choices=("step", "noise"))
     text = "literal: Algorithm 4, unbounded; bounded: clip by signed Â, values fit own rows only"
     option("--correction", str, "bounded", text, choices=("literal", "bounded"))
-    defaults = {"num_workers": num_cores(), "eval_every": 10, "num_envs": 50}
-    defaults |= {"hidden": [150, 100, 80], "shared_net": True, "init_log_std": -2.9}
-    defaults |= {"learning_rate": None, "anneal_lr": False, "num_minibatches": 10}
-    defaults |= {"update_epochs": None, "clip_coef": 0.1, "ent_coef": 0.001}
-    parser.set_defaults(**defaults, vf_coef=1.0, clip_vloss=False)
+    parser.set_defaults(num_workers=num_cores(), eval_every=10, num_envs=50, num_minibatches=10)
+    parser.set_defaults(hidden=[150, 100, 80], shared_net=True, init_log_std=-2.9, anneal_lr=False)
+    parser.set_defaults(learning_rate=None, update_epochs=None)  # see LEARNING
+    parser.set_defaults(clip_coef=0.1, ent_coef=0.001, vf_coef=1.0, clip_vloss=False)
     return parser
 
 
