@@ -437,9 +437,9 @@ def normalised(advantages, coarsest):
 class Together:
     """--schedule together, the paper's: all levels in every iteration.
 
-    --control auto: β_l = Cov(Â^l, Ã^{l−1}) / Var(Ã^{l−1}) leaves the least variance in the sum,
-    which is right with any β. --num-steps auto: T^l ∝ √(V_l / C_l), V_l the variance of a row of
-    level l in the sum, C_l what its step costs (Giles 2015, Acta Numerica 24)."""
+    --control auto: β_l = Cov(Â^l, Ã^{l−1}) / Var(Ã^{l−1}) leaves the least variance in Â^l − β_l
+    Ã^{l−1}; the sum is right with any β. --num-steps auto: T^l ∝ √(V_l / C_l), V_l the variance of
+    a row of level l in it, C_l what its step costs (Giles 2015, Acta Numerica 24)."""
 
     best = None  # the run's result is its last parameters
     begin = staticmethod(lambda run: {})  # nothing is checked, nor logged, at first
