@@ -551,10 +551,11 @@ def normalise_rewards(model, buffer, gamma):
     """Divide rewards (T, N) by the running deviation of their discounted sums, which begin anew
     where an episode ended (Engstrom et al. 2020)."""
     norm, rewards, sums = model.reward_norm, buffer["rewards"], []
-    ended = buffer["terminated"] | buffer["truncated"]
-    for t in range(len(rewards)):
-        sums.append(rewards[t] + gamma * norm.discounted)
-        norm.discounted.copy_(sums[t] * ~ended[t])
+    discounted, ended = norm.discounted, buffer["terminated"] | buffer["truncated"]
+    for reward, goes_on in zip(rewards, ~ended):
+        sums.append(reward + gamma * discounted)
+        discounted = sums[-1] * goes_on
+    norm.discounted.copy_(discounted)
     norm.update(torch.cat(sums))
     buffer["rewards"] = (rewards / norm.std).clamp(-10, 10)
 
@@ -584,11 +585,12 @@ def fast_act(model):
     layers = [layer for layer in layers if isinstance(layer, nn.Linear)]
     *hidden, last = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in layers]
     sigma = None if discrete else head.log_std.detach().exp().numpy()
+    moments = isinstance(norm, RunningNorm) and (norm.mean.numpy(), norm.std.numpy())
 
     def act(arrays, noise):
         h, noise = arrays["obs"], noise.numpy()
-        if isinstance(norm, RunningNorm):
-            h = norm(torch.from_numpy(h)).numpy()
+        if moments:
+            h = ((h - moments[0]) / moments[1]).clip(-norm.cut, norm.cut)
         for W, b in hidden:
             h = np.tanh(h @ W + b)
         pi = h @ last[0] + last[1]

@@ -809,11 +809,12 @@ def fast_act(model):
     layers = [layer for layer in layers if isinstance(layer, nn.Linear)]
     *hidden, last = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in layers]
     sigma = None if discrete else head.log_std.detach().exp().numpy()
+    moments = isinstance(norm, RunningNorm) and (norm.mean.numpy(), norm.std.numpy())
 
     def act(arrays, noise):
         h, noise = arrays["obs"], noise.numpy()
-        if isinstance(norm, RunningNorm):
-            h = norm(torch.from_numpy(h)).numpy()
+        if moments:
+            h = ((h - moments[0]) / moments[1]).clip(-norm.cut, norm.cut)
         for W, b in hidden:
             h = np.tanh(h @ W + b)
         pi = h @ last[0] + last[1]
