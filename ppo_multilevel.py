@@ -1291,7 +1291,7 @@ class Run(AbstractContextManager):
 
     def __init__(self, args, model, optimizer, generator, rule):
         self.args, self.model, self.optimizer, self.generator = args, model, optimizer, generator
-        self.rule, self.result = rule, copy.deepcopy(model)
+        self.rule, self.result, self.played = rule, copy.deepcopy(model), None
         self.counters, self.history, self.recent = dict(COUNTERS), [], []
         self.signal, self.saved, self.run_dir = None, None, args.resume or run_path(args)
         with ExitStack() as self.stack:  # which closes what is open if this block fails
@@ -1420,8 +1420,11 @@ class Run(AbstractContextManager):
         if RANK > 0:
             return
         if args.eval_every and (done % args.eval_every == 0 or self.share_done() >= 1):
-            self.result.load_state_dict(self.rule.best or self.model.state_dict())
-            returns, cut = evaluate(self.result, self.eval_pool, run=self)
+            if self.rule.best is None or self.rule.best is not self.played:  # else it is as before
+                self.played = self.rule.best
+                self.result.load_state_dict(self.played or self.model.state_dict())
+                self.evaluated = evaluate(self.result, self.eval_pool, run=self)
+            returns, cut = self.evaluated
             if not self.signal:  # which would have cut it short
                 row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
             if (picture := self.eval_pool.games.games[0].picture) is not None:

@@ -255,6 +255,21 @@ def test_run_reports_level_and_checks(run):
     assert costs[-2] < 1600 <= costs[-1] and costs == sorted(costs)
 
 
+def test_unchanged_result_is_not_evaluated_again(tmp_path, monkeypatch):
+    """As long as no check is better, the return of the evaluation before is logged again."""
+    calls, evaluate = [], ml.evaluate
+    monkeypatch.setattr(ml, "evaluate", lambda *a, **k: calls.append(k) or evaluate(*a, **k))
+    argv = [*SMALL, "--total-cost", "800", "--eval-every", "1", "--log-dir", str(tmp_path)]
+    table = rows(ml.train(ml.parse_args(argv)).run_dir)
+    checks = np.array([float(row["check_return"] or -1) for row in table])
+    best = np.maximum.accumulate(checks)
+    better = [True, *(best[1:] > best[:-1])]
+    assert sum("run" in call for call in calls) == sum(better) < len(table)  # checks have no run
+    returns = [row["eval_return"] for row in table]
+    assert all(returns) and len(set(returns)) == sum(better)
+    assert [True, *(a != b for a, b in zip(returns[1:], returns))] == better
+
+
 def test_run_tensorboard_costs(run):
     """TensorBoard shows what a run has cost, and where an iteration's time went."""
     events = EventAccumulator(str(run.run_dir)).Reload()
