@@ -189,7 +189,7 @@ def rollout(model, pool, args, generator):
         for name in results:  # what came of it
             buffer[name][t] = arrays[name]
         ends = (arrays[name][arrays["ended"]] for name in ("episode_return", "episode_length"))
-        episodes += zip(*(column.tolist() for column in ends), strict=True)
+        episodes.append([*zip(*(column.tolist() for column in ends), strict=True)])
     for name in ("next_obs", "rewards", "obs"):
         for t, n, *_ in np.argwhere(~(np.abs(buffer[name]) < 1e15)):  # squares fit too
             where = f"game {n}, step {t} of the rollout"
@@ -205,7 +205,8 @@ def rollout(model, pool, args, generator):
         values = model.value_norm.mean + model.value_norm.std * values
     buffer |= {"values": values[0], "next_values": values[1]}
     buffer["logprobs"] = model.head.log_prob(pi, buffer["actions"])
-    return gathered(buffer), sum(gathered_objects(episodes), [])
+    steps = zip(*gathered_objects(episodes), strict=True)  # of all ranks
+    return gathered(buffer), [episode for ranks in steps for ended in ranks for episode in ended]
 
 
 # ------------------------------------------------------------------------------------ GAE
@@ -928,8 +929,6 @@ class Run(AbstractContextManager):
             pool = make_pool(args, model, seeds, args.num_workers)
             self.pool = self.stack.enter_context(closing(pool))
             if RANK == 0:
-                if args.eval_every:
-                    self.eval_pool = self.stack.enter_context(closing(make_eval_pool(args, model)))
                 self.open_files()
             for name, array in arrays.items():
                 self.pool.arrays[name][:] = array
@@ -985,7 +984,9 @@ class Run(AbstractContextManager):
         if RANK > 0:
             return
         if args.eval_every and (done % args.eval_every == 0 or done == total):
-            returns, cut = evaluate(self.model, self.eval_pool, run=self)
+            # New games: what wrappers have learned of observations is gone, as it is for --eval.
+            with closing(make_eval_pool(args, self.model)) as self.eval_pool:
+                returns, cut = evaluate(self.model, self.eval_pool, run=self)
             if not self.signal:  # which would have cut it short
                 row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
         self.writer.writerow(row)

@@ -192,8 +192,8 @@ def rollout(model, pool, args, generator):
         pool.call("rollout")  # the workers play with the same weights, in shared memory
     else:
         play_steps(model, pool.arrays, functools.partial(pool.call, "step"), buffer)
-    ends = (buffer[name][buffer["ended"]] for name in ("episode_return", "episode_length"))
-    episodes = [*zip(*(column.tolist() for column in ends), strict=True)]
+    ended, *ends = (buffer[name] for name in ("ended", "episode_return", "episode_length"))
+    episodes = [[*zip(*(column[t][ended[t]].tolist() for column in ends))] for t in range(T)]
     next_obs = torch.from_numpy(buffer["next_obs"])
     names = ("obs", "actions", "rewards", "terminated", "truncated")
     buffer = {name: torch.from_numpy(buffer[name]).to(model.device) for name in names}
@@ -207,7 +207,8 @@ def rollout(model, pool, args, generator):
     next_values[apart] = model(next_obs[apart.cpu()].to(model.device))[1]
     buffer |= {"values": values, "next_values": next_values}
     buffer["logprobs"] = model.head.log_prob(pi, buffer["actions"])
-    return gathered(buffer), sum(gathered_objects(episodes), [])
+    steps = zip(*gathered_objects(episodes), strict=True)  # of all ranks
+    return gathered(buffer), [episode for ranks in steps for ended in ranks for episode in ended]
 
 
 @torch.no_grad()
@@ -808,8 +809,6 @@ class Run(AbstractContextManager):
             pool = make_pool(args, model, seeds, args.num_workers)
             self.pool = self.stack.enter_context(closing(pool))
             if RANK == 0:
-                if args.eval_every:
-                    self.eval_pool = self.stack.enter_context(closing(make_eval_pool(args, model)))
                 self.open_files()
             for name, array in arrays.items():
                 self.pool.arrays[name][:] = array
@@ -865,7 +864,9 @@ class Run(AbstractContextManager):
         if RANK > 0:
             return
         if args.eval_every and (done % args.eval_every == 0 or done == total):
-            returns, cut = evaluate(self.model, self.eval_pool, run=self)
+            # New games: what wrappers have learned of observations is gone, as it is for --eval.
+            with closing(make_eval_pool(args, self.model)) as self.eval_pool:
+                returns, cut = evaluate(self.model, self.eval_pool, run=self)
             if not self.signal:  # which would have cut it short
                 row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
         self.writer.writerow(row)

@@ -265,10 +265,11 @@ def rollout(model, pool, level, T, args, generator):
             for name in STEP_RESULTS:  # what came of it
                 buffers[which][name][t] = arrays[name]
         ends = (pair[0][name][pair[0]["ended"]] for name in ("episode_return", "episode_length"))
-        episodes += zip(*(column.tolist() for column in ends), strict=True)
+        episodes.append([*zip(*(column.tolist() for column in ends), strict=True)])
     levels = args.levels[level], args.levels[max(level - 1, 0)]
     buffers = [gathered(finish(model, *which)) for which in zip(buffers, levels)]
-    return buffers, sum(gathered_objects(episodes), [])
+    steps = zip(*gathered_objects(episodes), strict=True)  # of all ranks
+    return buffers, [episode for ranks in steps for ended in ranks for episode in ended]
 
 
 def finish(model, buffer, level):
@@ -1106,12 +1107,11 @@ def measured_costs(args, model):
     levels, costs = sorted({*args.levels, args.eval_level}), []
     if len(levels) == 1 and args.analyse is None:
         return [1.0, 0.0]
-    processes = max(1, min(args.num_workers, args.num_envs // NUM_RANKS)) * NUM_RANKS
+    processes = max(1, min(args.num_workers, args.num_envs // NUM_RANKS))  # of this rank
     model, generator = copy.deepcopy(model), torch.Generator()
     for level in levels:
         args = argparse.Namespace(**vars(args) | {"levels": [level], "target_kl": None})
-        workers = min(1, args.num_workers)  # a process whose solvers had threads must not be forked
-        with closing(make_pool(args, model, game_seeds(args, 0), workers)) as pool:
+        with closing(make_pool(args, model, game_seeds(args, 0), args.num_workers)) as pool:
             seconds, T = pool.arrays["seconds"], 3 if costs else args.num_steps[0]
             pool.call("start")
             rollout(model, pool, 0, 2, args, generator)  # the first steps include what is done once
@@ -1119,13 +1119,13 @@ def measured_costs(args, model):
             seconds[:], started = 0, time.perf_counter()
             (buffer,), _ = rollout(model, pool, 0, T, args, generator)
             if not costs:  # an iteration on the coarsest level, its simulation not counted
-                overhead = max(0.0, time.perf_counter() - started - float(seconds.sum()))
+                overhead = time.perf_counter() - started - float(seconds.sum()) / processes
                 batch, plan = make_batch(buffer, model.inputs, args), Plan([0], [T], [])
                 for _ in range(2):  # the first update includes what is done once
                     started = time.perf_counter()
                     update(model, make_optimizer(model), batch, plan, args, generator)
-                overhead += time.perf_counter() - started
-        costs.append(float(seconds.sum()) / (T * seconds.size * processes))
+                overhead = max(0.0, overhead) + time.perf_counter() - started
+        costs.append(float(seconds.sum()) / (T * seconds.size * processes * NUM_RANKS))
     return [*costs, overhead]
 
 
@@ -1339,7 +1339,8 @@ class Run(AbstractContextManager):
         if self.started is None:
             self.pool.call("start", self.states)
         if not self.history:
-            row = self.rule.begin(self)
+            began, row = time.perf_counter(), self.rule.begin(self)
+            self.counters["wall_seconds"] += time.perf_counter() - began
             if row or self.args.eval_every:
                 self.log(row | self.counters)
         self.started = time.perf_counter()
@@ -1393,7 +1394,9 @@ class Run(AbstractContextManager):
         self.counters["global_step"] += steps
         simulation = self.simulated / max(1, len(self.pool.workers)) / NUM_RANKS
         policy = self.sampled - self.started - simulation
-        return dict(zip(TIMES, (simulation, policy, time.perf_counter() - self.sampled)))
+        row = dict(zip(TIMES, (simulation, policy, time.perf_counter() - self.sampled)))
+        row["learning_rate"] = self.optimizer.param_groups[0]["lr"]  # a climb may load another
+        return row
 
     def end_iteration(self, row, episodes, steps):
         """Log an iteration's row and its episodes, {level index: [(return, length)]}; save."""
@@ -1408,7 +1411,6 @@ class Run(AbstractContextManager):
         means = np.mean(self.recent or [(math.nan, math.nan)], axis=0).tolist()
         row |= self.counters | dict(zip(("episodic_return", "episodic_length"), means))
         row["sps"] = round(steps / seconds)
-        row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         self.log(row)
         if self.args.save_every and self.iteration % self.args.save_every == 0:
             self.save()

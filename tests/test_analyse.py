@@ -37,6 +37,21 @@ def test_costs_are_measured_in_a_worker(monkeypatch):
     assert min(ml.measured_costs(args, ml.make_model(args))) > 0
 
 
+def test_costs_are_measured_with_the_batches_of_the_run(monkeypatch):
+    """Of `step_batch` they depend on how many reservoirs each of the workers has."""
+
+    class Batch(envs.Levels):
+        @staticmethod
+        def step_batch(games, actions):
+            assert len(games) == 4
+            results = [game.step(action)[:4] for game, action in zip(games, actions)]
+            return [*zip(*results)]
+
+    words = ["--env", install(monkeypatch, Batch), "--levels", "1", "2", "--num-envs", "8"]
+    args = ml.parse_args([*words, "--num-workers", "2"])
+    assert min(ml.measured_costs(args, ml.make_model(args))) > 0
+
+
 class Line(gym.Env):
     """Three steps, or `longer` on level 1, from a random start; rewards as `reward` says."""
 

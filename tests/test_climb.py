@@ -253,6 +253,8 @@ def test_run_reports_level_and_checks(run):
     assert float(table[0]["check_return"]) > 0.4 and float(table[-1]["check_return"]) > 0.4
     costs = [float(row["sim_cost"]) for row in table]
     assert costs[-2] < 1600 <= costs[-1] and costs == sorted(costs)
+    assert all(0 < float(row["sim_seconds"]) < float(row["wall_seconds"]) for row in table)
+    assert {float(row["learning_rate"]) for row in table[1:]} == {run.args.learning_rate}
 
 
 def test_unchanged_result_is_not_evaluated_again(tmp_path, monkeypatch):

@@ -529,7 +529,7 @@ def test_counts_of_steps_and_simulation(tmp_path):
     assert [row["global_step"] for row in rows] == [0, 180, 360, 540]  # 6 · (10 + 2·5 + 2·5)
     for name in ("sim_seconds", "sim_cost", "wall_seconds"):
         values = [row[name] for row in rows]
-        assert values[0] == 0 and all(b > a for a, b in zip(values, values[1:]))
+        assert values[0] < 1e-2 and all(b > a for a, b in zip(values, values[1:]))
     # Cost of an iteration, in steps of the finest level: its own at least; not much above all
     # steps, even if the processor is busy elsewhere during some of them.
     assert 6 * 5 < rows[-1]["sim_cost"] / 3 < 3 * 180

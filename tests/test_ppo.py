@@ -506,6 +506,16 @@ def test_eval(run, capsys, monkeypatch, tmp_path):
     assert returns.mean() == run.history[-1]["eval_return"]
 
 
+def test_evaluations_begin_alike(tmp_path):
+    """What a wrapper has learned in evaluations is forgotten, as it is where --eval begins."""
+    wrapped = lambda **more: gym.wrappers.NormalizeObservation(gym.make("Pendulum-v1", **more))  # noqa: E731
+    gym.register("Wrapped-v0", wrapped)
+    argv = [*SMALL, "--env", "Wrapped-v0", "--eval-every", "1", "--num-iterations", "2"]
+    run = ppo.train(ppo.parse_args([*argv, "--log-dir", str(tmp_path)]))
+    returns = ppo.evaluate_run(ppo.parse_args(["--eval", str(run.run_dir)]))
+    assert returns.mean() == pytest.approx(run.history[-1]["eval_return"], rel=1e-6)
+
+
 @pytest.mark.parametrize("steps, episode_return, cut", [(1, 1, 2), (2, 3, 0), (9, 3, 0)])
 def test_evaluation_is_cut_off(monkeypatch, steps, episode_return, cut):
     """An evaluation of episodes of two steps, rewards 1 and 2: the first counts, or its begin."""

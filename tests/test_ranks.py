@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -144,6 +145,7 @@ def test_two_ranks_do_what_one_does(case, tmp_path):
         for name in ("iteration", "eval_return", "episodic_return", "entropy", "value_loss"):
             value, expected_value = row[name] or "0", expected_row[name] or "0"
             assert float(value) == pytest.approx(float(expected_value), rel=1e-3, nan_ok=True)
+    assert np.array(state["recent"]) == pytest.approx(np.array(expected["recent"]), rel=1e-3)
     if script is ppo_multilevel:
         assert float(rows(two)[-1]["sim_cost"]) > 0
     if case == "target KL":
