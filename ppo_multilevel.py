@@ -945,24 +945,17 @@ class Game:
         with suppress(Exception):  # whatever an env and its attributes raise
             states = [x.get_state() if kept is None else kept for x, kept in layers(self.env)]
             numbers = {id(x): i for i, (x, _) in enumerate(layers(self.env))}
-
-            class Pickler(pickle.Pickler):
-                def persistent_id(self, x):  # of what looks back at the env
-                    return numbers.get(id(x))
-
-            Pickler(file := io.BytesIO()).dump([self.seed, self.random, *states])
+            pickler = pickle.Pickler(file := io.BytesIO())
+            pickler.persistent_id = lambda x: numbers.get(id(x))  # of what looks back at the env
+            pickler.dump([self.seed, self.random, *states])
             # EzPickle keeps how an env was made, not where it is.
             return None if b"_ezpickle_args" in file.getvalue() else file.getvalue()
 
     def set_state(self, state):
         """Go on from the state of a game like this one."""
-        envs = layers(self.env)
-
-        class Unpickler(pickle.Unpickler):
-            def persistent_load(self, number):
-                return envs[number][0]
-
-        self.seed, self.random, *states = Unpickler(io.BytesIO(state)).load()
+        envs, unpickler = layers(self.env), pickle.Unpickler(io.BytesIO(state))
+        unpickler.persistent_load = lambda number: envs[number][0]
+        self.seed, self.random, *states = unpickler.load()
         for (layer, kept), state in zip(envs, states, strict=True):
             layer.set_state(state) if kept is None else vars(layer).update(state)
 
