@@ -176,7 +176,7 @@ def rollout(model, pool, args, generator):
     obs, actions, logprobs, values, next_values, rewards, terminated, truncated; and the (return,
     length) of the episodes that ended. Games and policy meet in `pool.arrays`, {name: (N, ...)}."""
     arrays, T, episodes, act = pool.arrays, args.num_steps, [], fast_act(model)
-    results = ("next_obs", "rewards", "terminated", "truncated")
+    results = ("next_obs", "rewards", "terminated", "truncated", "discounted")
     stored = {name: arrays[name] for name in (*model.stored, *results)}
     buffer = {name: np.empty((T, *array.shape), array.dtype) for name, array in stored.items()}
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
@@ -198,8 +198,7 @@ def rollout(model, pool, args, generator):
     # One pass over all steps: no weight has changed since, so this is log π_old and V_old.
     pi, values = model(**{name: buffer[name] for name in model.inputs})
     # V(s_{t+1}), never of the next episode's first state; as sequences of one step, (1, T·N, ...).
-    after = {"obs": "next_obs"} | ({"state": "next_state"} if model.memory is not None else {})
-    after = {name: buffer[column].flatten(0, 1)[None] for name, column in after.items()}
+    after = {k: buffer[f"next_{k}"].flatten(0, 1)[None] for k in ("obs", "state") if k in buffer}
     values = torch.stack([values, model(**after)[1].view(values.shape)])
     if model.value_norm is not None:
         values = model.value_norm.mean + model.value_norm.std * values
@@ -227,8 +226,9 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
 
 def make_batch(buffer, model, args):
     """Add advantages, returns; flatten to (T·N, ...) unless a state is among the model's inputs."""
-    if args.norm_reward:
-        normalise_rewards(model, buffer, args.gamma)
+    if args.norm_reward:  # by the deviation of the discounted sums so far (Engstrom et al. 2020)
+        model.reward_norm.update(buffer["discounted"].flatten())
+        buffer["rewards"] = (buffer["rewards"] / model.reward_norm.std).clamp(-10, 10)
     if not args.time_limit_bootstrap:
         buffer["terminated"] |= buffer["truncated"]
     if not args.baseline:  # then GAE is the sum of rewards, discounted by γλ
@@ -352,8 +352,6 @@ class Model(nn.Module):
         self.obs_norm = RunningNorm((obs_dim,), cut=10) if args.norm_obs else nn.Identity()
         self.value_norm = RunningNorm() if args.norm_value else None
         self.reward_norm = RunningNorm() if args.norm_reward else None
-        if args.norm_reward:
-            self.reward_norm.register_buffer("discounted", torch.zeros(args.num_envs))
         width, features = args.rnn_size if args.rnn else obs_dim, args.hidden[-1]
         self.actor = hidden_layers(width, args)
         self.critic = self.actor if args.shared_net else hidden_layers(width, args)
@@ -548,19 +546,6 @@ class RunningNorm(nn.Module):
         return ((x - self.mean) / self.std).clamp(-self.cut, self.cut)
 
 
-def normalise_rewards(model, buffer, gamma):
-    """Divide rewards (T, N) by the running deviation of their discounted sums, which begin anew
-    where an episode ended (Engstrom et al. 2020)."""
-    norm, rewards, sums = model.reward_norm, buffer["rewards"], []
-    discounted, ended = norm.discounted, buffer["terminated"] | buffer["truncated"]
-    for reward, goes_on in zip(rewards, ~ended):
-        sums.append(reward + gamma * discounted)
-        discounted = sums[-1] * goes_on
-    norm.discounted.copy_(discounted)
-    norm.update(torch.cat(sums))
-    buffer["rewards"] = (rewards / norm.std).clamp(-10, 10)
-
-
 @torch.no_grad()
 def normalise_values(model, batch, returns):
     """Take returns into their running mean and deviation, normalise the batch's values by them. The
@@ -671,7 +656,7 @@ class Game:
 
     def __init__(self, args, n, seed, arrays, **options):
         self.name, self.n, self.seed, self.arrays = args.env, n, seed, arrays
-        self.env = make_env(args.env, **options)
+        self.env, self.gamma = make_env(args.env, **options), args.gamma
         self.close = self.env.close
 
     def start(self, states=None):
@@ -693,9 +678,10 @@ class Game:
             raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
         self.show("next_obs", obs, info)
         if a["ended"][n]:  # by the step before
-            a["episode_return"][n] = a["episode_length"][n] = 0
+            a["episode_return"][n] = a["episode_length"][n] = a["discounted"][n] = 0
         a["episode_return"][n] += reward
         a["episode_length"][n] += 1
+        a["discounted"][n] = reward + self.gamma * a["discounted"][n]  # for --norm-reward
         a["rewards"][n], a["ended"][n] = reward, terminated or truncated
         a["terminated"][n], a["truncated"][n] = terminated, truncated and not terminated
         self.show("obs", *(self.env.reset() if a["ended"][n] else (obs, info)))
@@ -766,10 +752,11 @@ def make_pool(args, model, seeds, num_workers, **options):
     """Return the pool of one game per seed, with arrays for what the model sees and does."""
     D, A, S = (model.obs_dim,), model.head.shape, (model.memory.size,) if model.memory else ()
     actions = "int64" if num_options(model.action_space) else "float32"
-    layout = {"obs": (D, "float32"), "next_obs": (D, "float32"), "rewards": ((), "float32")}
+    layout = {"obs": (D, "float32"), "next_obs": (D, "float32"), "actions": (A, actions)}
+    layout |= {"state": (S, "float32"), "next_state": (S, "float32")}
     layout |= {name: ((), "bool") for name in ("terminated", "truncated", "ended", "starts")}
+    layout |= {name: ((), "float32") for name in ("rewards", "discounted")}
     layout |= {"episode_return": ((), "float64"), "episode_length": ((), "int64")}
-    layout |= {"actions": (A, actions), "state": (S, "float32"), "next_state": (S, "float32")}
     layout |= {"action_mask": ((model.head.n,), "bool")} if args.action_masks else {}
     layout = {name: ((len(seeds), *shape), dtype) for name, (shape, dtype) in layout.items()}
     make_games = functools.partial(Games, args, seeds, **options)
@@ -856,8 +843,7 @@ def work(pipe, make_games, rows, shared):
 # torchrun starts several processes, the ranks, to train one model. Each has its share of the games,
 # gets the rows of all, takes its share of each minibatch; then the ranks average their gradients.
 
-TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-RANK, NUM_RANKS = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if TORCHRUN else (0, 1)
+RANK, NUM_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def report(message):
@@ -897,7 +883,9 @@ def averaged(tensor):
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
 CHARTS = "episodic_return episodic_length eval_return eval_cut learning_rate".split()
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
-COLUMNS = [*COUNTERS, "sps", *CHARTS, *LOSSES]  # of progress.csv
+TAGS = {"sps": "charts/SPS"} | {name: f"charts/{name}" for name in CHARTS}  # of TensorBoard
+TAGS |= {name: f"losses/{name}" for name in LOSSES}
+COLUMNS = [*COUNTERS, *TAGS]  # of progress.csv
 
 
 class Run(AbstractContextManager):
@@ -983,12 +971,9 @@ class Run(AbstractContextManager):
             if not self.signal:  # which would have cut it short
                 row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
         self.writer.writerow(row)
-        tags = {"charts/SPS": row.get("sps")}
-        tags |= {f"charts/{name}": row.get(name) for name in CHARTS}
-        tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
-        for tag, value in tags.items():
-            if value is not None and math.isfinite(value):
-                self.events.add_scalar(tag, value, row["global_step"])
+        for name, tag in TAGS.items():
+            if name in row and math.isfinite(row[name]):
+                self.events.add_scalar(tag, row[name], row["global_step"])
         line = f"update {done}/{total}  steps {row['global_step']:,}"
         for name in ("sps", "episodic_return", "eval_return", "eval_cut"):
             line += f"  {name} {row[name]:,.6g}" if name in row else ""
@@ -1004,11 +989,9 @@ class Run(AbstractContextManager):
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = {name: value for name, value in vars(self.args).items() if name not in NOT_KEPT}
         versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
-        versions |= {"python": sys.version.split()[0], "git_commit": None}
-        git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-        with suppress(OSError):  # there is no git
-            done = subprocess.run(git, capture_output=True, text=True)
-            versions["git_commit"] = done.stdout.strip() or None
+        git = f'git -C "{Path(__file__).resolve().parent}" rev-parse HEAD'  # nothing without git
+        commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
+        versions |= {"python": sys.version.split()[0], "git_commit": commit or None}
         config = {"options": options, "command": sys.argv, "versions": versions}
         write_file(self.run_dir / "config.json", json.dumps(config, indent=2).encode())
         file = (self.run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line
@@ -1049,8 +1032,6 @@ class Run(AbstractContextManager):
         if lost := sum(states.count(None) for _, states in parts) if fits else "all":
             report(f"{lost} games start new episodes: no state of theirs is there that fits")
             state["counters"]["starts"] += 1
-            if "reward_norm.discounted" in state["model"]:  # of episodes that are lost
-                state["model"]["reward_norm.discounted"].zero_()
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
@@ -1198,10 +1179,9 @@ def number(kind, low=-math.inf, high=math.inf):
     """Return an argparse type: a `kind` from low to high, within float32's range."""
 
     def parse(text):
-        value = kind(text)
-        if not (low <= value <= high and abs(value) < 1e38):
-            raise ValueError
-        return value
+        if low <= (value := kind(text)) <= high and abs(value) < 1e38:
+            return value
+        raise ValueError
 
     parse.__name__ = f"{kind.__name__} from {low} to {high}"  # argparse says "invalid int from"
     return parse
@@ -1233,8 +1213,6 @@ def parse_with_run(parser, argv):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if args.eval and NUM_RANKS > 1:
         parser.error("argument --eval: takes one process, not torchrun")
-    if args.export_onnx:
-        import onnx  # noqa: F401, torch needs it for that
     if run_dir := args.resume or args.eval:
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]

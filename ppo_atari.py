@@ -743,8 +743,7 @@ def work(pipe, make_games, rows, shared):
 # torchrun starts several processes, the ranks, to train one model. Each has its share of the games,
 # gets the rows of all, takes its share of each minibatch; then the ranks average their gradients.
 
-TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-RANK, NUM_RANKS = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if TORCHRUN else (0, 1)
+RANK, NUM_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def report(message):
@@ -784,7 +783,9 @@ def averaged(tensor):
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
 CHARTS = "episodic_return episodic_length eval_return eval_cut learning_rate".split()
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
-COLUMNS = [*COUNTERS, "sps", *CHARTS, *LOSSES]  # of progress.csv
+TAGS = {"sps": "charts/SPS"} | {name: f"charts/{name}" for name in CHARTS}  # of TensorBoard
+TAGS |= {name: f"losses/{name}" for name in LOSSES}
+COLUMNS = [*COUNTERS, *TAGS]  # of progress.csv
 
 
 class Run(AbstractContextManager):
@@ -870,12 +871,9 @@ class Run(AbstractContextManager):
             if not self.signal:  # which would have cut it short
                 row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
         self.writer.writerow(row)
-        tags = {"charts/SPS": row.get("sps")}
-        tags |= {f"charts/{name}": row.get(name) for name in CHARTS}
-        tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
-        for tag, value in tags.items():
-            if value is not None and math.isfinite(value):
-                self.events.add_scalar(tag, value, row["global_step"])
+        for name, tag in TAGS.items():
+            if name in row and math.isfinite(row[name]):
+                self.events.add_scalar(tag, row[name], row["global_step"])
         line = f"update {done}/{total}  steps {row['global_step']:,}"
         for name in ("sps", "episodic_return", "eval_return", "eval_cut"):
             line += f"  {name} {row[name]:,.6g}" if name in row else ""
@@ -891,11 +889,9 @@ class Run(AbstractContextManager):
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = {name: value for name, value in vars(self.args).items() if name not in NOT_KEPT}
         versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
-        versions |= {"python": sys.version.split()[0], "git_commit": None}
-        git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-        with suppress(OSError):  # there is no git
-            done = subprocess.run(git, capture_output=True, text=True)
-            versions["git_commit"] = done.stdout.strip() or None
+        git = f'git -C "{Path(__file__).resolve().parent}" rev-parse HEAD'  # nothing without git
+        commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
+        versions |= {"python": sys.version.split()[0], "git_commit": commit or None}
         config = {"options": options, "command": sys.argv, "versions": versions}
         write_file(self.run_dir / "config.json", json.dumps(config, indent=2).encode())
         file = (self.run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line
@@ -936,8 +932,6 @@ class Run(AbstractContextManager):
         if lost := sum(states.count(None) for _, states in parts) if fits else "all":
             report(f"{lost} games start new episodes: no state of theirs is there that fits")
             state["counters"]["starts"] += 1
-            if "reward_norm.discounted" in state["model"]:  # of episodes that are lost
-                state["model"]["reward_norm.discounted"].zero_()
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
@@ -1086,10 +1080,9 @@ def number(kind, low=-math.inf, high=math.inf):
     """Return an argparse type: a `kind` from low to high, within float32's range."""
 
     def parse(text):
-        value = kind(text)
-        if not (low <= value <= high and abs(value) < 1e38):
-            raise ValueError
-        return value
+        if low <= (value := kind(text)) <= high and abs(value) < 1e38:
+            return value
+        raise ValueError
 
     parse.__name__ = f"{kind.__name__} from {low} to {high}"  # argparse says "invalid int from"
     return parse
@@ -1116,8 +1109,6 @@ def parse_with_run(parser, argv):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if args.eval and NUM_RANKS > 1:
         parser.error("argument --eval: takes one process, not torchrun")
-    if args.export_onnx:
-        import onnx  # noqa: F401, torch needs it for that
     if run_dir := args.resume or args.eval:
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]

@@ -1229,8 +1229,7 @@ def work(pipe, make_games, rows, shared):
 # torchrun starts several processes, the ranks, to train one model. Each has its share of the games,
 # gets the rows of all, takes its share of each minibatch; then the ranks average their gradients.
 
-TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-RANK, NUM_RANKS = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if TORCHRUN else (0, 1)
+RANK, NUM_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def report(message):
@@ -1273,7 +1272,10 @@ CHARTS = "episodic_return episodic_length eval_return eval_cut learning_rate".sp
 CHARTS += ["check_return", "level"]
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
 TIMES = ("simulation_seconds", "policy_seconds", "update_seconds")
-COLUMNS = [*COUNTERS, *TIMES, "sps", *CHARTS, *LOSSES]  # of progress.csv
+TAGS = {"sps": "charts/SPS"} | {name: f"charts/{name}" for name in CHARTS}  # of TensorBoard
+TAGS |= {name: f"losses/{name}" for name in LOSSES}
+TAGS |= {name: f"costs/{name}" for name in ("sim_cost", *TIMES)}
+COLUMNS = [*dict.fromkeys([*COUNTERS, *TIMES, *TAGS])]  # of progress.csv, each once
 
 
 class Run(AbstractContextManager):
@@ -1425,13 +1427,9 @@ class Run(AbstractContextManager):
             if (picture := self.eval_pool.games.games[0].picture) is not None:
                 self.events.add_image("eval/end", picture, row["global_step"], dataformats="HWC")
         self.writer.writerow(row)
-        tags = {"charts/SPS": row.get("sps")} | {k: x for k, x in row.items() if "/" in k}
-        tags |= {f"charts/{name}": row.get(name) for name in CHARTS}
-        tags |= {f"losses/{name}": row.get(name) for name in LOSSES}
-        tags |= {f"costs/{name}": row.get(name) for name in ("sim_cost", *TIMES)}
-        for tag, value in tags.items():
-            if value is not None and math.isfinite(value):
-                self.events.add_scalar(tag, value, row["global_step"])
+        for name, tag in (TAGS | {name: name for name in row if "/" in name}).items():
+            if name in row and math.isfinite(row[name]):
+                self.events.add_scalar(tag, row[name], row["global_step"])
         share, of = self.share_done(), f"/{args.num_iterations}" if args.num_iterations else ""
         line = f"update {done}{of}  {share:.0%}  steps {row['global_step']:,}"
         for name in ("level", "sps", "episodic_return", "check_return", "eval_return", "eval_cut"):
@@ -1448,11 +1446,9 @@ class Run(AbstractContextManager):
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = {name: value for name, value in vars(self.args).items() if name not in NOT_KEPT}
         versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
-        versions |= {"python": sys.version.split()[0], "git_commit": None}
-        git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-        with suppress(OSError):  # there is no git
-            done = subprocess.run(git, capture_output=True, text=True)
-            versions["git_commit"] = done.stdout.strip() or None
+        git = f'git -C "{Path(__file__).resolve().parent}" rev-parse HEAD'  # nothing without git
+        commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
+        versions |= {"python": sys.version.split()[0], "git_commit": commit or None}
         config = {"options": options, "command": sys.argv, "versions": versions}
         write_file(self.run_dir / "config.json", json.dumps(config, indent=2).encode())
         file = (self.run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line
@@ -2241,10 +2237,9 @@ def number(kind, low=-math.inf, high=math.inf):
     """Return an argparse type: a `kind` from low to high, within float32's range."""
 
     def parse(text):
-        value = kind(text)
-        if not (low <= value <= high and abs(value) < 1e38):
-            raise ValueError
-        return value
+        if low <= (value := kind(text)) <= high and abs(value) < 1e38:
+            return value
+        raise ValueError
 
     parse.__name__ = f"{kind.__name__} from {low} to {high}"  # argparse says "invalid int from"
     return parse

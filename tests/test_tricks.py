@@ -177,37 +177,28 @@ def reward_norm_literal(rollouts, gamma):
     return scaled
 
 
-def reward_norm(gamma, num_envs):
-    """Return a model with --norm-reward, and a function that scales a rollout's rewards by it."""
-    words = f"--norm-reward --num-envs {num_envs}".split()
-    model = ppo.make_model(ppo.make_parser().parse_args(words))
-
-    def scaled(rewards, ended):
-        buffer = {"rewards": torch.as_tensor(rewards, dtype=torch.float32)}
-        buffer |= {"terminated": torch.tensor(ended), "truncated": torch.zeros(1, dtype=torch.bool)}
-        ppo.normalise_rewards(model, buffer, gamma)
-        return buffer["rewards"]
-
-    return model, scaled
+def scaled(model, rewards, sums):
+    """Return a rollout's rewards (T, N) after make_batch, given their discounted sums."""
+    args = ppo.make_parser().parse_args(["--norm-reward"])
+    names = (*model.inputs, "actions", "logprobs", "values", "next_values", "rewards")
+    buffer = {name: torch.zeros(np.shape(rewards)) for name in names}
+    buffer |= {name: torch.zeros(np.shape(rewards)) > 0 for name in ("terminated", "truncated")}
+    buffer["rewards"] += torch.as_tensor(rewards, dtype=torch.float32)
+    buffer["discounted"] = torch.tensor(sums)
+    ppo.make_batch(buffer, model, args)
+    return buffer["rewards"]
 
 
-def test_reward_norm_literal():
-    """Rewards are divided by the deviation of all discounted sums, which begin anew at ends."""
-    rng, (model, scaled) = np.random.default_rng(0), reward_norm(0.9, 3)
-    rollouts = [(rng.normal(3, 2, (20, 3)), rng.random((20, 3)) < 0.2) for _ in range(3)]
-    rollouts[1][0][5, 1] = 1e4
-    for (rewards, ended), expected in zip(rollouts, reward_norm_literal(rollouts, 0.9)):
-        close(scaled(rewards, ended), expected)
+def test_rewards_are_divided_and_cut():
+    """By the deviation of all discounted sums so far, this rollout's too; ten of them at most."""
+    model, rng = make_model("--norm-reward"), np.random.default_rng(0)
+    sums = [rng.normal(3, 2, (20, 3)).astype(np.float32) for _ in range(3)]
+    for i in range(3):
+        rewards = rng.normal(3, 2, (20, 3))
+        rewards[5, 1] = 1e4
+        expected = np.clip(rewards / np.std(sums[: i + 1]), -10, 10)
+        close(scaled(model, rewards, sums[i]), expected)
     assert model.reward_norm.count == 3 * 60
-
-
-def test_rewards_are_cut():
-    """A reward beyond ten deviations counts as ten."""
-    model, scaled = reward_norm(0.0, 1)
-    model.reward_norm.update(torch.tensor([-1.0, 1.0]).repeat(10_000))
-    ended = np.zeros((3, 1), dtype=bool)
-    close(scaled([[50.0], [-50.0], [0.5]], ended), [[10], [-10], [0.5]], rtol=0.2)
-    assert scaled([[70.0]], ended[:1]).item() == 10
 
 
 def test_norm_reward(monkeypatch, tmp_path):
@@ -260,7 +251,7 @@ def test_statistics_are_loaded_and_frozen_in_evaluation(normalised_run, monkeypa
     returns = ppo.evaluate_run(ppo.parse_args(["--eval", str(normalised_run.run_dir)]))
     assert returns.mean() == normalised_run.history[-1]["eval_return"]
     expected = statistics(normalised_run.model.state_dict())
-    assert len(expected) == 10
+    assert len(expected) == 9
     for model in (calls[0].args[0], models[-1]):  # before and after
         for name, value in statistics(model.state_dict()).items():
             assert torch.equal(value, expected[name]), name
