@@ -101,34 +101,30 @@ def make_parser():
     add_common_options(parser)
     add_network_options(parser)
     option = functools.partial(add_option, parser.add_argument_group("ppo_multilevel.py"))
-    positive = number(float, 1e-300)
+    count, positive, fraction = number(int, 1), number(float, 1e-300), number(float, 0, 1)
     option("--env", str, "ResSim-v1", f"{', '.join(CASES)}, file.py:make or package.module:make")
-    text = "climb: one level at a time (by default rate 1e-4, 5 epochs); together: all in every "
-    text += "iteration (3e-5, 10 epochs, KL 0.05, 200 iterations); None: climb several levels"
-    option("--schedule", str, None, text, choices=("climb", "together"))
-    text = "those to use, coarse to fine; None: a built-in simulation's (together: two)"
-    option("--levels", number(int, 1), None, text, nargs="+")
+    text = "one level at a time, or all together (rate 3e-5, 10 epochs, KL 0.05, 200 iterations); "
+    option("--schedule", str, None, text + "None: climb several", choices=("climb", "together"))
+    option("--levels", count, [], "those to use, coarse to fine; []: of a built-in case", nargs="+")
     text = "T^l, steps per actor and iteration: one per level; of a climb also one for all; of "
     text += "together also 'T auto': T on the coarsest level, the rest by costs and variances"
-    option("--num-steps", or_auto(number(int, 1)), None, text, nargs="+")
-    text = "β, weight of coarse levels and partners; 1: Algorithm 4; auto: is measured"
-    option("--control", or_auto(number(float, 0, 1)), "auto", text)
-    text = "length of the run in finest-level steps, others by cost; None: a climb's, by --env"
-    option("--total-cost", positive, None, text)
+    option("--num-steps", or_auto(count), [50], text, nargs="+")
+    option("--control", or_auto(fraction), "auto", "β of partners; 1: Algorithm 4; auto: measured")
+    option("--total-cost", positive, None, "length in finest-level steps, by cost; None: by --env")
     text = "seconds of a step on each level, all workers together, and of an update; None: measured"
     option("--level-costs", positive, None, text, nargs="+")
     option("--check-episodes", number(int, 2, 100_000), 16, "of each check of a climb")
     text = "no training: print which levels pay, by this run's policy or else by the initial one"
     option("--analyse", str, None, text, nargs="?", const="", metavar="RUN_DIR")
-    option("--eval-level", number(int, 1), None, "level of evaluations, if not the last")
+    option("--eval-level", count, None, "level of evaluations, if not the last")
     text = "of partners; noise: the fine state when an episode starts, step: in each step (biased)"
     option("--coupling", str, "noise", text, choices=("step", "noise"))
     text = "literal: Algorithm 4, unbounded; bounded: clip by signed Â, values fit own rows only"
     option("--correction", str, "bounded", text, choices=("literal", "bounded"))
     parser.set_defaults(num_workers=num_cores(), eval_every=10, num_envs=50, num_minibatches=10)
     parser.set_defaults(hidden=[150, 100, 80], shared_net=True, init_log_std=-2.9, anneal_lr=False)
-    parser.set_defaults(learning_rate=None, update_epochs=None)  # see LEARNING
-    parser.set_defaults(clip_coef=0.1, ent_coef=0.001, vf_coef=1.0, clip_vloss=False)
+    parser.set_defaults(learning_rate=1e-4, update_epochs=5, clip_coef=0.1, clip_vloss=False)
+    parser.set_defaults(ent_coef=0.001, vf_coef=1.0)
     return parser
 
 
@@ -2208,16 +2204,13 @@ for _name in CASES:
 
 
 # ------------------------------------------------------------------------------------ command line
-
-# Of --env: length of a climb, levels and steps of --schedule together. Of --schedule: an update's.
+# By --env: levels and total cost of a climb, levels and steps of --schedule together.
 DEFAULTS = {
-    "ResSim-v1": {"total_cost": 32_000.0, "levels": [2, 5], "num_steps": [100, 5]},
-    "ResSim-v2": {"total_cost": 50_000.0, "levels": [1, 4], "num_steps": [140, 5]},
-    "ResSim-v3": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, 15]},
-    "ResSim-v4": {"total_cost": 200_000.0, "levels": [3, 4], "num_steps": [60, 15]},
+    "ResSim-v1": ([1, 2, 3, 4, 5], 32_000.0, [2, 5], [100, 5]),
+    "ResSim-v2": ([1, 2, 3, 4], 50_000.0, [1, 4], [140, 5]),
+    "ResSim-v3": ([1, 2, 3, 4], 200_000.0, [3, 4], [60, 15]),
+    "ResSim-v4": ([1, 2, 3, 4], 200_000.0, [3, 4], [60, 15]),
 }
-LEARNING = {"climb": {"learning_rate": 1e-4, "update_epochs": 5}}
-LEARNING["together"] = {"learning_rate": 3e-5, "update_epochs": 10, "target_kl": 0.05}
 # What may be another for a run that goes on or is evaluated; what config.json does not keep.
 MAY_CHANGE = "device num_workers total_timesteps num_iterations eval_every eval_episodes save_every"
 MAY_CHANGE += " total_cost"
@@ -2255,70 +2248,57 @@ def or_auto(kind):
 def parse_args(argv=None):
     """Parse and check the command line (default: the program's)."""
     parser = make_parser()
+    given = parser.parse_args(argv)  # on which defaults depend
+    climbed, cost, levels, steps = DEFAULTS.get(given.env, ([], 0.0, [], []))
+    single = len(given.levels) == 1
+    parser.set_defaults(levels=climbed, schedule="together" if single else "climb")
+    if given.schedule == "together" and not single:
+        parser.set_defaults(learning_rate=3e-5, update_epochs=10, target_kl=0.05)
+        parser.set_defaults(levels=levels, num_steps=[100, "auto"] if given.levels else steps)
     args = parse_with_run(parser, argv)
-    if args.analyse is not None:  # a climb's levels: all, if none are named
-        args.schedule, args.eval_level = "climb", None
-        args.num_steps = args.num_steps and args.num_steps[:1]
-    complete(parser, args)
-    for level, T in enumerate(args.num_steps):
+    if not args.levels or args.levels != sorted(set(args.levels)):
+        parser.error(f"argument --levels: name the levels of {args.env} to use, coarse to fine")
+    L, last = len(args.levels), args.levels[-1]
+    if args.analyse is not None:  # of any levels, whatever the run had
+        args.schedule, args.eval_level, args.num_steps = "together", None, args.num_steps[:1] * L
+        args.level_costs = given.level_costs
+    args.eval_level, climbs = args.eval_level or last, args.schedule == "climb"
+    used, spaces = sorted({*args.levels, args.eval_level}), []
+    for level in used:
+        with closing(make_env(args.env, level)) as env:
+            spaces.append((env.observation_space, env.action_space))
+            if args.coupling == "step" and not hasattr(env.unwrapped, "map_from"):
+                parser.error(f"argument --coupling: step needs map_from, which {args.env} has not")
+        if spaces[-1] != spaces[0]:
+            parser.error(f"argument --levels: level {level} has other spaces than the first")
+    paired = L > 1 and not climbs
+    if not args.eval and not last <= args.eval_level <= (last if climbs or paired else math.inf):
+        parser.error("argument --eval-level: the last of --levels, or above a single one")
+    if args.level_costs and not args.eval and len(args.level_costs) != len(used) + 1:
+        parser.error(f"argument --level-costs: {len(used) + 1} numbers, the last one of an update")
+    for name in ("coupling", "correction", "control"):
+        if climbs and getattr(args, name) != parser.get_default(name):
+            parser.error(f"argument --{name}: only with --schedule together")
+    if climbs and args.check_episodes % NUM_RANKS:
+        parser.error(f"argument --check-episodes: {NUM_RANKS} ranks must share them equally")
+    if args.num_steps[1:] == (["auto"] if paired else []):
+        args.num_steps = args.num_steps[:1] + args.num_steps[-1:] * (L - 1)
+    if len(args.num_steps) != L or "auto" in args.num_steps[: 1 if paired else L]:
+        parser.error(f"argument --num-steps: give one number per level of {args.levels}")
+    for i, T in enumerate(args.num_steps):
         if T != "auto":
-            rows = "rows of a finer level" if level and args.schedule == "together" else "rows"
-            check_rows(parser, args, args.num_envs * T, rows)
+            check_rows(parser, args, args.num_envs * T, "finer rows" if paired and i else "rows")
     if args.total_cost and (args.total_timesteps or args.num_iterations):
         parser.error("argument --total-cost: not allowed with another length of the run")
-    if args.total_timesteps and len(args.levels) == 1:
-        rows = args.num_envs * args.num_steps[0]
-        args.num_iterations = max(1, args.total_timesteps // rows)
-    if not (args.num_iterations or args.total_timesteps or args.total_cost):
-        if args.schedule == "climb":
-            args.total_cost = 100.0 * args.num_envs * max(args.num_steps)
-            if args.env in CASES and args.levels[-1] == len(CASES[args.env].grids):
-                args.total_cost = DEFAULTS[args.env]["total_cost"]
+    if args.total_timesteps and L == 1:
+        args.num_iterations = max(1, args.total_timesteps // (args.num_envs * args.num_steps[0]))
+    if not (args.total_cost or args.total_timesteps or args.num_iterations):
+        if climbs:
+            usual = 100.0 * args.num_envs * max(args.num_steps)
+            args.total_cost = cost if climbed[-1:] == [last] else usual
         else:
             args.num_iterations = 200
     return args
-
-
-def complete(parser, args):
-    """Fill in what was not given, by --env and --schedule; refuse what does not fit."""
-    if args.levels is None and args.env in CASES:
-        args.levels = [*range(1, 1 + len(CASES[args.env].grids))]
-        if args.schedule == "together":
-            args.levels = DEFAULTS[args.env]["levels"]
-            args.num_steps = args.num_steps or DEFAULTS[args.env]["num_steps"]
-    if args.levels is None or args.levels != sorted(set(args.levels)):
-        parser.error(f"argument --levels: name the levels of {args.env} to use, coarse to fine")
-    several = len(args.levels) > 1
-    args.schedule = args.schedule or ("climb" if several else "together")
-    paired = several and args.schedule == "together"
-    for name in ("coupling", "correction", "control") if args.schedule == "climb" else ():
-        if args.analyse is None and getattr(args, name) != parser.get_default(name):
-            parser.error(f"argument --{name}: only with --schedule together")
-    for name, value in LEARNING["together" if paired else "climb"].items():
-        setattr(args, name, getattr(args, name) or value)
-    steps = args.num_steps or ([100, "auto"] if paired else [50])
-    if args.schedule == "climb" and len(steps) == 1 or steps[1:] == ["auto"]:
-        steps = steps[:1] + steps[-1:] * (len(args.levels) - 1)
-    if len(steps) != len(args.levels) or "auto" in steps[: 1 if paired else None]:
-        parser.error(f"argument --num-steps: give one number per level of {args.levels}")
-    args.num_steps = steps
-    args.eval_level, spaces = args.eval_level or args.levels[-1], []
-    for level in [*args.levels, args.eval_level]:
-        with closing(make_env(args.env, level)) as env:
-            spaces.append((env.observation_space, env.action_space))
-            maps = hasattr(env.unwrapped, "map_from")
-        if spaces[-1] != spaces[0]:
-            parser.error(f"argument --levels: level {level} has other spaces than the first")
-    above, last = args.eval_level - args.levels[-1], several or args.schedule == "climb"
-    if not args.eval and (above < 0 or above and last):
-        parser.error("argument --eval-level: the last of --levels, or above a single one")
-    if several and args.coupling == "step" and not maps:
-        parser.error(f"argument --coupling: step needs map_from, which {args.env} has not")
-    count = len({*args.levels, args.eval_level}) + 1
-    if args.level_costs and len(args.level_costs) != count:
-        parser.error(f"argument --level-costs: {count} numbers are due, the last one of an update")
-    if args.schedule == "climb" and args.check_episodes % NUM_RANKS:
-        parser.error(f"argument --check-episodes: {NUM_RANKS} ranks must share them equally")
 
 
 def parse_with_run(parser, argv):
@@ -2340,8 +2320,6 @@ def parse_with_run(parser, argv):
                 raise ValueError("its options are not those of this script")
             if args.total_timesteps or args.num_iterations or args.total_cost:
                 options |= dict.fromkeys(("total_timesteps", "num_iterations", "total_cost"))
-            if analysed or args.eval:
-                options["level_costs"] = None  # maybe of another machine, or of other levels
             parser.set_defaults(**options)
             args = parser.parse_args(argv)
             free = MAY_ANALYSE if analysed else MAY_CHANGE + " eval_level" * bool(args.eval)
