@@ -240,30 +240,27 @@ def rollout(model, pool, level, T, args, generator):
     level's own episodes that ended."""
     paired, act = level > 0 and args.schedule == "together", fast_act(model)
     by_step = paired and args.coupling == "step"
-    which = [2 * level, 2 * level - 1] if paired else [2 * level]  # own, coarse partner
-    pair = [members(pool.arrays)[m] for m in which]
-    names, episodes = (*model.stored, *STEP_RESULTS), []
-    buffers = [{name: np.empty((T, *a[name].shape), a[name].dtype) for name in names} for a in pair]
+    arrays = {name: a[2 * level - paired : 2 * level + 1][::-1] for name, a in pool.arrays.items()}
+    pair, episodes = members(arrays), []  # own, then the coarse partner, which lies before it
+    stored = {name: arrays[name] for name in (*model.stored, *STEP_RESULTS)}
+    buffer = {name: np.empty((len(a), T, *a.shape[1:]), a.dtype) for name, a in stored.items()}
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
     noise = noise.chunk(NUM_RANKS, 1)[RANK].to(model.device)  # of this rank, for both members
     if by_step:
         pool.call("synchronize", level)
     for t in range(T):
-        for which, arrays in enumerate(pair):
-            if which and by_step:  # a partner takes the fine member's action
-                arrays["actions"][:] = pair[0]["actions"]
-            else:
-                act(arrays, noise[t])
-            for name in model.stored:  # what the policy saw and did
-                buffers[which][name][t] = arrays[name]
+        for member in pair[:1] if by_step else pair:
+            act(member, noise[t])
+        if by_step:  # a partner takes the fine member's action
+            arrays["actions"][1] = arrays["actions"][0]
+        for name in model.stored:  # what the policy saw and did
+            buffer[name][:, t] = arrays[name]
         pool.call("step", level, by_step)
-        for which, arrays in enumerate(pair):
-            for name in STEP_RESULTS:  # what came of it
-                buffers[which][name][t] = arrays[name]
+        for name in STEP_RESULTS:  # what came of it
+            buffer[name][:, t] = arrays[name]
         ends = (pair[0][name][pair[0]["ended"]] for name in ("episode_return", "episode_length"))
         episodes.append([*zip(*(column.tolist() for column in ends), strict=True)])
-    levels = args.levels[level], args.levels[max(level - 1, 0)]
-    buffers = [gathered(finish(model, *which)) for which in zip(buffers, levels)]
+    buffers = [gathered(finish(model, *b)) for b in zip(members(buffer), args.levels[level::-1])]
     steps = zip(*gathered_objects(episodes), strict=True)  # of all ranks
     return buffers, [episode for ranks in steps for ended in ranks for episode in ended]
 
@@ -448,18 +445,16 @@ class Together:
         self.controls = [1.0 if args.control == "auto" else args.control] * more
 
     def plan(self):
-        """Return what the next iteration does."""
+        """Return what the next iteration does; minibatches and ranks can share all T's rows."""
         args, L = self.args, len(self.args.levels)
-        steps, costs = [*args.num_steps], np.array(args.level_costs or [1.0] * L)[:L]
+        first, costs = args.num_steps[0], np.array(args.level_costs or [1.0] * L)[:L]
         beta, (own, cov, sync) = np.array([0, *self.controls]), self.moments.T.numpy()
         rest = np.array([math.prod(self.controls[i:]) for i in range(L)])  # Π_{k>l} β_k
         variances = rest**2 * (own - 2 * beta * cov + beta**2 * sync).clip(1e-12)
         ratios = np.sqrt(variances / (costs + np.r_[0, costs[:-1]]))
         unit = math.lcm(args.num_minibatches * NUM_RANKS, args.num_envs) // args.num_envs
-        for i in range(1, L):
-            if steps[i] == "auto":  # N T rows are so many equal parts
-                wanted = round(steps[0] * ratios[i] / max(ratios[0], 1e-12) / unit)
-                steps[i] = min(max(wanted, 1), steps[0] // unit) * unit
+        units = np.rint(first * ratios / max(ratios[0], 1e-12) / unit).clip(1, first // unit)
+        steps = [unit * int(n) if T == "auto" else T for T, n in zip(args.num_steps, units)]
         return Plan([*range(L)], steps, self.controls)
 
     def review(self, run, batches):
@@ -474,8 +469,7 @@ class Together:
             betas = self.moments[1:, 1] / self.moments[1:, 2]
             self.controls = betas.nan_to_num().clamp(0, 1).tolist()
         ratios = [float((a - b).var() / own[0].var()) for a, b in zip(own[1:], sync)]
-        names = [f"levels/variance_ratio_{level}" for level in self.args.levels[1:]]
-        return dict(zip(names, ratios))
+        return {f"levels/variance_ratio_{n}": x for n, x in zip(self.args.levels[1:], ratios)}
 
 
 class Climb:
@@ -2248,11 +2242,10 @@ def or_auto(kind):
 def parse_args(argv=None):
     """Parse and check the command line (default: the program's)."""
     parser = make_parser()
-    given = parser.parse_args(argv)  # on which defaults depend
+    given = parser.parse_args(argv)  # which decides on defaults
     climbed, cost, levels, steps = DEFAULTS.get(given.env, ([], 0.0, [], []))
-    single = len(given.levels) == 1
-    parser.set_defaults(levels=climbed, schedule="together" if single else "climb")
-    if given.schedule == "together" and not single:
+    parser.set_defaults(levels=climbed, schedule="together" if len(given.levels) == 1 else "climb")
+    if given.schedule == "together" and len(given.levels) != 1:
         parser.set_defaults(learning_rate=3e-5, update_epochs=10, target_kl=0.05)
         parser.set_defaults(levels=levels, num_steps=[100, "auto"] if given.levels else steps)
     args = parse_with_run(parser, argv)
@@ -2275,13 +2268,13 @@ def parse_args(argv=None):
     if not args.eval and not last <= args.eval_level <= (last if climbs or paired else math.inf):
         parser.error("argument --eval-level: the last of --levels, or above a single one")
     if args.level_costs and not args.eval and len(args.level_costs) != len(used) + 1:
-        parser.error(f"argument --level-costs: {len(used) + 1} numbers, the last one of an update")
+        parser.error(f"argument --level-costs: give {len(used) + 1} numbers, the last of an update")
     for name in ("coupling", "correction", "control"):
         if climbs and getattr(args, name) != parser.get_default(name):
             parser.error(f"argument --{name}: only with --schedule together")
     if climbs and args.check_episodes % NUM_RANKS:
         parser.error(f"argument --check-episodes: {NUM_RANKS} ranks must share them equally")
-    if args.num_steps[1:] == (["auto"] if paired else []):
+    if args.num_steps[1:] == (["auto"] if paired else []):  # is the last one for all others?
         args.num_steps = args.num_steps[:1] + args.num_steps[-1:] * (L - 1)
     if len(args.num_steps) != L or "auto" in args.num_steps[: 1 if paired else L]:
         parser.error(f"argument --num-steps: give one number per level of {args.levels}")
@@ -2304,12 +2297,11 @@ def parse_args(argv=None):
 def parse_with_run(parser, argv):
     """Parse argv; a run's own options are the defaults, and most stay."""
     args = parser.parse_args(argv)
-    analysed = args.analyse is not None
     if not args.eval and (args.sample or args.video or args.export_onnx):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
-    if analysed and (args.resume or args.eval):
+    if args.analyse is not None and (args.resume or args.eval):
         parser.error("argument --analyse: not with --resume, --eval")
-    if (args.eval or analysed) and NUM_RANKS > 1:
+    if (args.eval or args.analyse is not None) and NUM_RANKS > 1:
         parser.error("argument --eval, --analyse: take one process, not torchrun")
     if args.export_onnx:
         import onnx  # noqa: F401, torch needs it for that
@@ -2322,7 +2314,7 @@ def parse_with_run(parser, argv):
                 options |= dict.fromkeys(("total_timesteps", "num_iterations", "total_cost"))
             parser.set_defaults(**options)
             args = parser.parse_args(argv)
-            free = MAY_ANALYSE if analysed else MAY_CHANGE + " eval_level" * bool(args.eval)
+            free = MAY_ANALYSE if args.analyse else MAY_CHANGE + " eval_level" * bool(args.eval)
             for name in sorted(options.keys() - free.split()):
                 if (value := options[name]) != getattr(args, name):
                     name = name.replace("_", "-")
