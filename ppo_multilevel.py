@@ -1893,9 +1893,8 @@ def gaussian_fields(case, n, seed, mean=2.41, variance=5.0, lengths=(1.0, 0.1), 
     # Simple kriging: z(x) ← z(x) - C(x, wells) C(wells, wells)⁻¹ z(wells), which is 0 at the wells.
     rows, cols = np.concatenate([case.injectors, case.producers], axis=1)
     y, x = np.arange(ny) * dy, np.arange(nx) * dx
-    c_cells = covariance(y[:, None, None] - y[rows], x[:, None] - x[cols])  # (ny, nx, wells)
-    c_wells = covariance(y[rows][:, None] - y[rows], x[cols][:, None] - x[cols])
-    z -= np.einsum("yxw,nw->nyx", c_cells, np.linalg.solve(c_wells, z[:, rows, cols].T).T)
+    c = covariance(y[:, None, None] - y[rows], x[:, None] - x[cols])  # (ny, nx, wells)
+    z -= np.einsum("yxw,wn->nyx", c, np.linalg.solve(c[rows, cols], z[:, rows, cols].T))
     return MILLIDARCY * np.exp(mean + z)
 
 
@@ -1907,17 +1906,15 @@ def streak_fields(case, n, seed, width=1):
         for _ in range(rng.integers(2, 4)):  # from a random row to a random row
             rows = np.rint(np.linspace(*rng.integers(ny, size=2), nx)).astype(int)
             rows = rows.clip(max=ny - width)
-            for col in range(nx):  # fill from the previous column's row to this one's
-                low, high = sorted(rows[max(col - 1, 0) : col + 1][[0, -1]])
-                field[low : high + width, col] = 8.0
+            for col, ends in enumerate(zip([rows[0], *rows], rows)):  # from the last column's
+                field[min(ends) : max(ends) + width, col] = 8.0
     return MILLIDARCY * np.exp(log_k)
 
 
 def _built_in_cases():
     grids, size = tuple((m, m) for m in (8, 16, 32, 64, 128)), (1200 * FOOT, 1200 * FOOT)
-    rows, left = tuple(range(2, 128, 4)), (0,) * 32  # injectors left edge, producers right edge
-    wells = (rows, left), (rows, (127,) * 32)
-    v1 = Case(grids, *size, *wells, channel_fields, dt=5.0, pore_volumes=0.7)
+    rows, left, right = tuple(range(2, 128, 4)), (0,) * 32, (127,) * 32
+    v1 = Case(grids, *size, (rows, left), (rows, right), channel_fields, dt=5.0, pore_volumes=0.7)
     wells = (tuple(range(1, 64, 2)), left), (tuple(range(1, 64, 2)), (63,) * 32)
     v3 = Case(grids[:4], *size, *wells, streak_fields, dt=5.0, pore_volumes=0.7)
     v4 = v3._replace(fields=functools.partial(streak_fields, width=3))
