@@ -1959,31 +1959,6 @@ def mobility(s, case):
     return total, water / total, (d_water * oil - water * d_oil) / (total**2 * movable)
 
 
-def factor_pressure(t, a, b):
-    """LU factors of one reservoir's pressure matrix, from its faces, see `Grid`."""
-    # p is free up to a constant: the first entry, doubled, makes p[0, 0] = 0, since Σ q = 0
-    rows, cols = np.concatenate([a, b, a, b, [0]]), np.concatenate([a, b, b, a, [0]])
-    values = np.concatenate([t, t, -t, -t, [t[a == 0].sum()]])
-    matrix = sparse.csc_array((values, (rows, cols)))  # values at the same place are summed
-    options = {"diag_pivot_thresh": 0, "panel_size": 4, "relax": 2}  # for symmetric matrices
-    return splu(matrix, "MMD_AT_PLUS_A", **options, options={"SymmetricMode": True})
-
-
-def flow_matrix(p, t, q, a, b):
-    """Upwind matrix of flow at p, q: order of cells; values (diagonal first), rows, columns."""
-    # Ordered by falling pressure, fluid moves to later cells only: the matrix is lower triangular.
-    n, index, rank = len(p), np.arange(p.size, dtype=np.int32), np.empty(p.size, dtype=np.int32)
-    first = p[0].size * np.arange(n, dtype=np.int32)[:, None]  # cell of each reservoir
-    order = (np.argsort(-p.reshape(n, -1)) + first).ravel()
-    rank[order] = index
-    a, b = (a + first).ravel(), (b + first).ravel()
-    v = t.ravel() * (p.ravel()[a] - p.ravel()[b])  # fluxes [m²/day] from a to b
-    leaving = np.bincount(np.where(v > 0, a, b), np.abs(v), p.size) - np.minimum(q, 0).ravel()
-    down = np.concatenate([index, np.maximum(rank[a], rank[b])])
-    up = np.concatenate([index, np.minimum(rank[a], rank[b])])
-    return order, np.concatenate([leaving[order], -np.abs(v)]), down, up
-
-
 def factor_lower(values, rows, cols):
     """LU factors of the sparse lower triangular matrix of these entries (none twice)."""
     matrix = sparse.coo_array((values, (rows, cols)))
@@ -1993,18 +1968,30 @@ def factor_lower(values, rows, cols):
     return splu(matrix, permc_spec="NATURAL", diag_pivot_thresh=0, panel_size=2, relax=1)
 
 
-def transport(s, p, t, q, a, b, pore, case):
-    """Saturations (n, ny, nx) after `case.substeps` backward Euler steps of `case.dt` days; t (n,
-    faces), a and b: see `Grid`; pore [m²] is a cell's pore space (number or array)."""
-    movable, n, size = 1 - case.s_wir - case.s_oir, len(s), s.size
-    order, flow, down, up = flow_matrix(p, t, q, a, b)
-    storage = np.broadcast_to(pore * movable / case.dt, s.shape).ravel()[order]
-    source = np.maximum(q, 0).ravel()[order]
-    big_s = ((s.ravel() - case.s_wir) / movable)[order]  # S = (s - s_wir) / movable, ordered
-    # Every step solves  storage (S⁺ - S) + flow f(S⁺) = source  for S⁺.
+def transport(s, p, t, q, grid):
+    """Saturations (n, ny, nx) after `case.substeps` backward Euler steps of `case.dt` days in the
+    flow of pressures p, transmissibilities t (n, faces) and rates q."""
+    case, shape, n, size = grid.case, s.shape, len(s), s.size
+    # Ordered by falling pressure, fluid moves to later cells only: matrices are lower triangular.
+    first = np.arange(0, size, size // n, dtype=np.int32)[:, None]  # cell of each reservoir
+    order = (np.argsort(-p.reshape(n, -1)) + first).ravel()
+    index, rank = np.arange(size, dtype=np.int32), np.empty(size, dtype=np.int32)
+    rank[order] = index
+    a, b = rank[(grid.a + first).ravel()], rank[(grid.b + first).ravel()]
+    up, down = np.minimum(a, b), np.maximum(a, b)
+    s, p, q = s.ravel()[order], p.ravel()[order], q.ravel()[order]
+    v = t.ravel() * (p[up] - p[down])  # fluxes [m²/day] through the faces
+    leaving = np.bincount(up, v, size) - np.minimum(q, 0)
+    # The upwind matrix: what leaves the cells on its diagonal, then what flows from `up` to `down`
+    rows, cols = np.concatenate([index, down]), np.concatenate([index, up])
+    flow, source = np.concatenate([leaving, -v]), np.maximum(q, 0)
+    # Every step solves  storage (S⁺ - S) + flow f(S⁺) = source  for S⁺, S = (s - s_wir) / movable.
+    movable = 1 - case.s_wir - case.s_oir
+    big_s = (s - case.s_wir) / movable
+    storage = np.broadcast_to(grid.pore * movable / case.dt, shape).ravel()[order]
     if case.linear:  # f(S) = S: one matrix for all steps
         flow[:size] += storage
-        lu = factor_lower(flow, down, up)
+        lu = factor_lower(flow, rows, cols)
         for _ in range(case.substeps):
             big_s = lu.solve(storage * big_s + source)
     else:
@@ -2012,27 +1999,24 @@ def transport(s, p, t, q, a, b, pore, case):
         # (Jenny, Tchelepi & Lee 2009, J. Comput. Phys. 228).
         grid_s = np.linspace(0, 1, 2001)
         steepest = grid_s[mobility(case.s_wir + movable * grid_s, case)[2].argmax()]
-        throughput = storage + flow[:size]
         for _ in range(case.substeps):
             old = big_s
             for _ in range(200):
                 _, f, df = mobility(case.s_wir + movable * big_s, case)
-                residual = storage * (big_s - old) + np.bincount(down, flow * f[up], size) - source
-                error = np.abs(residual / throughput).reshape(n, -1).max(axis=1)
+                residual = storage * (big_s - old) + np.bincount(rows, flow * f[cols]) - source
+                error = np.abs(residual / (storage + leaving)).reshape(n, -1).max(axis=1)
                 if (error < 1e-12).all():
                     break
-                jacobian = flow * (df * movable)[up]
+                jacobian = flow * (df * movable)[cols]
                 jacobian[:size] += storage
-                new = big_s - factor_lower(jacobian, down, up).solve(residual)
+                new = big_s - factor_lower(jacobian, rows, cols).solve(residual)
                 new = new.clip(-1e-6, 1 + 1e-6)  # the fluxes' rounding errors need some room
                 new[(big_s - steepest) * (new - steepest) < 0] = steepest
                 # A reservoir that has converged stays as it is, whatever its neighbours do.
                 big_s = np.where(np.repeat(error < 1e-12, size // n), big_s, new)
             else:
                 raise RuntimeError(f"transport: Newton residual {error.max():.1e} after 200 steps")
-    result = np.empty(size)
-    result[order] = case.s_wir + movable * big_s
-    return result.reshape(s.shape)
+    return (case.s_wir + movable * big_s[rank]).reshape(shape)
 
 
 @functools.cache  # so that a field's pressure matrix is factored once in a process
@@ -2041,44 +2025,50 @@ class Grid:
 
     def __init__(self, case, level, seed):
         self.case, self.level, self.shape = case, level, case.grids[level - 1]
+        ny, nx = self.shape
         if level == len(case.grids):
-            self.perm = np.asarray(case.fields(case, case.n_fields, seed), float)
-            sound = (self.perm > 0) & (self.perm < np.inf)
-            if self.perm.shape[1:] != self.shape or not sound.all():
+            self.perm = k = np.asarray(case.fields(case, case.n_fields, seed), float)
+            if k.shape[1:] != self.shape or not 0 < k.min() <= k.max() < np.inf:
                 raise ValueError(f"fields must be (K, *{self.shape}), finite, > 0")
         else:  # harmonic means
             self.perm = 1 / coarsen(1 / Grid(case, len(case.grids), seed).perm, self.shape)
-        self.pore = case.lx * case.ly * case.porosity / math.prod(self.shape)  # [m²] per cell
+        self.pore = case.lx * case.ly * case.porosity / (ny * nx)  # [m²] per cell
         # Between cells a and b (faces,) there is a face; its length over their distance.
-        (ny, nx), cells = self.shape, np.arange(math.prod(self.shape), dtype=np.int32)
-        cells, ratio = cells.reshape(ny, nx), (case.ly / ny) / (case.lx / nx)
-        self.a = np.concatenate([cells[:, :-1].ravel(), cells[:-1].ravel()])
-        self.b = np.concatenate([cells[:, 1:].ravel(), cells[1:].ravel()])
+        cells, ratio = np.arange(ny * nx).reshape(ny, nx), (case.ly / ny) / (case.lx / nx)
+        self.a = np.concatenate([cells[:, :-1], cells[:-1]], axis=None, dtype=np.int32)
+        self.b = np.concatenate([cells[:, 1:], cells[1:]], axis=None, dtype=np.int32)
         self.ratio = np.repeat([ratio, 1 / ratio], [ny * (nx - 1), (ny - 1) * nx])
-        # The wells' cells, (wells,) indices into the ny·nx cells; coarse ones may hold several.
+        # Rows and columns of the wells, (wells,) each; a coarse cell may hold several.
         cells = refine(cells, case.grids[-1])
-        self.injectors, self.producers = cells[tuple(case.injectors)], cells[tuple(case.producers)]
+        self.injectors = np.unravel_index(cells[case.injectors], self.shape)
+        self.producers = np.unravel_index(cells[case.producers], self.shape)
         self.factored = {}  # field -> LU factors, transmissibilities
 
     def solve_pressure(self, field, s, q):
         """Pressure p [Pa] (ny, nx) with div(-k λ(s) grad p) = q; transmissibilities (faces,)."""
-        factored = self.factored if self.case.linear else {}  # linear: λ never changes,
-        s = np.full_like(s, self.case.s_wir) if self.case.linear else s  # not even by rounding
-        if field not in factored:
+        case, a, b = self.case, self.a, self.b
+        if field not in self.factored or not case.linear:
+            # λ of a linear case never changes, not even by rounding: once is enough
+            lam = mobility(case.s_wir if case.linear else s, case)[0]
             # T = 2 A / (Δ/k₁ + Δ/k₂): area over distance times the harmonic mean of k λ, per day
-            r = 1 / (DAY * self.perm[field] * mobility(s, self.case)[0]).ravel()
-            t = 2 * self.ratio / (r[self.a] + r[self.b])
-            factored[field] = factor_pressure(t, self.a, self.b), t
-        lu, t = factored[field]
+            r = 1 / (DAY * self.perm[field] * lam).ravel()
+            t = 2 * self.ratio / (r[a] + r[b])
+            # p is free up to a constant: the first entry, doubled, makes p[0, 0] = 0, since Σ q = 0
+            rows, cols = np.concatenate([a, b, a, b, [0]]), np.concatenate([a, b, b, a, [0]])
+            values = np.concatenate([t, t, -t, -t, [t[a == 0].sum()]])
+            matrix = sparse.csc_array((values, (rows, cols)))  # values at the same place are summed
+            options = {"relax": 2, "panel_size": 4, "options": {"SymmetricMode": True}}
+            self.factored[field] = splu(matrix, "MMD_AT_PLUS_A", diag_pivot_thresh=0, **options), t
+        lu, t = self.factored[field]
         return lu.solve(q.ravel()).reshape(q.shape), t
 
     def observe(self, s, p):
-        """psi for a batch: s, p (n, ny, nx) -> (n, observations), see `ResSim.psi`."""
-        s, p = s.reshape(len(s), -1), p.reshape(len(p), -1)
-        p = p[:, np.concatenate([self.producers, self.injectors])]
-        low, high = p.min(axis=1, keepdims=True), p.max(axis=1, keepdims=True)
+        """psi for a batch: s, p (..., ny, nx) -> (..., observations), see `ResSim.psi`."""
+        at_producers, at_injectors = (..., *self.producers), (..., *self.injectors)
+        p = np.concatenate([p[at_producers], p[at_injectors]], axis=-1)
+        low, high = p.min(axis=-1, keepdims=True), p.max(axis=-1, keepdims=True)
         p = 1 - 2 * (high - p) / np.maximum(high - low, 1e-300)  # all 1 if there is no difference
-        return np.concatenate([s[:, self.producers].clip(0, 1), p], axis=1)
+        return np.concatenate([s[at_producers].clip(0, 1), p], axis=-1)
 
 
 class ResSim(gym.Env):
@@ -2120,16 +2110,16 @@ class ResSim(gym.Env):
     def phi(self, action):
         """Action (..., wells), relative rates, injectors first -> q (..., ny, nx) [m²/day]."""
         grid, a = self.grid, np.asarray(action, dtype=np.float64).clip(0.001, 1)
-        a_in, a_out = a[..., : len(grid.injectors)], a[..., len(grid.injectors) :]
-        q = np.zeros((*a.shape[:-1], math.prod(grid.shape)))
+        a_in, a_out = np.split(a, [len(self.case.injectors[0])], axis=-1)
+        q = np.zeros((*a.shape[:-1], *grid.shape))
         # q = ± total rate · a / Σ a, wells in the same cell add up
-        np.add.at(q, (..., grid.injectors), self.case.rate * a_in / a_in.sum(-1, keepdims=True))
-        np.add.at(q, (..., grid.producers), -self.case.rate * a_out / a_out.sum(-1, keepdims=True))
-        return q.reshape(*a.shape[:-1], *grid.shape)
+        np.add.at(q, (..., *grid.injectors), self.case.rate * a_in / a_in.sum(-1, keepdims=True))
+        np.add.at(q, (..., *grid.producers), -self.case.rate * a_out / a_out.sum(-1, keepdims=True))
+        return q
 
     def psi(self):
         """State -> observation: s and p at producers, p at injectors, p scaled to [-1, 1]."""
-        return self.grid.observe(self.s[None], self.p[None])[0]
+        return self.grid.observe(self.s, self.p)
 
     def get_state(self):
         """Return what `set_state` of a simulation of this case and level needs to go on."""
@@ -2161,31 +2151,32 @@ class ResSim(gym.Env):
             raise ValueError(f"actions must be finite and of shape {shape}")
         if any(env.t is None or env.t >= case.control_steps for env in envs):
             raise RuntimeError("ResSim: step() before reset() or after the end of the episode")
-        rates, obs, rewards = envs[0].phi(actions), [], []
-        chunk = max(1, 2**13 // rates[0].size)  # reservoirs at a time: what the cache holds
-        for start in range(0, len(envs), chunk):
-            part, q = envs[start : start + chunk], rates[start : start + chunk]
-            s = np.stack([env.s for env in part])  # (chunk, ny, nx)
-            # One right-hand side per solve: solving several at once rounds differently.
-            solved = [e.grid.solve_pressure(e.field, e.s, q_e) for e, q_e in zip(part, q)]
-            p, t = (np.stack(arrays) for arrays in zip(*solved))
-            s_new = transport(s, p, t, q, grid.a, grid.b, grid.pore, case)
-            # Nothing is compressible and all boundaries are closed: oil produced = water gained
-            gained = grid.pore * (s_new - s).reshape(len(part), -1).sum(axis=1)
-            rewards.append(gained / (grid.pore * s[0].size * (1 - case.s_wir)))
-            obs.append(grid.observe(s_new, p).astype(np.float32))
-            for env, env_s, env_p in zip(part, s_new, p):
-                env.s, env.p, env.t = env_s, env_p, env.t + 1
+        chunk = max(1, 2**13 // math.prod(grid.shape))  # reservoirs at a time: what the cache holds
+        if len(envs) > chunk:
+            parts = [slice(i, i + chunk) for i in range(0, len(envs), chunk)]
+            stepped = [ResSim.step_batch(envs[part], actions[part]) for part in parts]
+            return tuple(np.concatenate(arrays) for arrays in zip(*stepped))
+        s, q = np.stack([env.s for env in envs]), envs[0].phi(actions)  # (n, ny, nx)
+        # One right-hand side per solve: solving several at once rounds differently.
+        solved = [e.grid.solve_pressure(e.field, e.s, e_q) for e, e_q in zip(envs, q)]
+        p, t = (np.stack(arrays) for arrays in zip(*solved))
+        s_new = transport(s, p, t, q, grid)
+        for env, env_s, env_p in zip(envs, s_new, p):
+            env.s, env.p, env.t = env_s, env_p, env.t + 1
+        # Nothing is compressible and all boundaries are closed: oil produced = water gained
+        gained = grid.pore * (s_new - s).sum(axis=(1, 2))
+        rewards = gained / (grid.pore * s[0].size * (1 - case.s_wir))
+        obs = grid.observe(s_new, p).astype(np.float32)
         terminated = np.array([env.t >= case.control_steps for env in envs])
-        return np.concatenate(obs), np.concatenate(rewards), terminated, np.zeros(len(envs), bool)
+        return obs, rewards, terminated, np.zeros(len(envs), bool)
 
     def render(self):
         """Picture (height, width, 3) uint8: oil brown, water blue; wells white (in), red (out)."""
         zoom = math.ceil(256 / self.case.grids[-1][0])
         share = refine(self.s, self.case.grids[-1])[..., None].clip(0, 1)
         image = (1 - share) * (84, 52, 30) + share * (44, 123, 214)  # (ny, nx, 3)
-        image[tuple(self.case.injectors)] = 255
-        image[tuple(self.case.producers)] = 230, 30, 30
+        image[self.case.injectors] = 255
+        image[self.case.producers] = 230, 30, 30
         return image.astype(np.uint8).repeat(zoom, axis=0).repeat(zoom, axis=1)
 
 

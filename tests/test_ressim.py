@@ -120,13 +120,13 @@ def test_solver_equals_reference(name):
     for ours, key in zip(ppo_multilevel.mobility(g["s0"], case), ("lamb0", "f0", "df0")):
         np.testing.assert_allclose(ours, g[key], rtol=1e-10)
     ny, nx = g["k"].shape
-    pore, s, q = g["phi"] * case.lx * case.ly / (ny * nx), g["s0"], g["q"][None]
-    grid = ppo_multilevel.Grid(case, 1, 0)
+    grid, s, q = ppo_multilevel.Grid(case, 1, 0), g["s0"], g["q"][None]
+    grid.pore = pore = g["phi"] * case.lx * case.ly / (ny * nx)  # another one in every cell
     for i in range(4):
         p, t = (array[None] for array in grid.solve_pressure(0, s, q[0]))
         vx, vy = fluxes(p, t, grid)
         before = s
-        s = ppo_multilevel.transport(s[None], p, t, q, grid.a, grid.b, pore, case)[0]
+        s = ppo_multilevel.transport(s[None], p, t, q, grid)[0]
         # p up to a constant, and in Pa instead of Pa · s / day
         assert relative(p[0] - p.mean(), (g["p"][i] - g["p"][i].mean()) / 86400) < 1e-5
         assert relative(vx[0], g["vx"][i]) < 1e-5 and relative(vy[0], g["vy"][i]) < 1e-5
