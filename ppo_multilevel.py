@@ -969,10 +969,9 @@ class Games:
     def __init__(self, args, levels, seeds, rows, arrays, **options):
         self.rows, self.arrays, self.members = slice(rows[0], rows[-1] + 1), members(arrays), []
         for m, member in enumerate(self.arrays):
-            level = levels[m // 2]  # member 2l − 1 is one level below member 2l
-            games = [(args, level, n, int(seeds[m][n]), member) for n in rows]
-            games = [] if m % 2 and args.schedule == "climb" else games  # one level at a time
-            self.members.append([Game(*game, **options) for game in games])
+            make = functools.partial(Game, args, levels[m // 2], **options)
+            own = [] if m % 2 and args.schedule == "climb" else rows  # a climb has no partners
+            self.members.append([make(n, int(seeds[m][n]), member) for n in own])
         self.games, self.actors = self.members[0], [*zip(*filter(None, self.members))]
         self.maps = hasattr(self.games[0].env.unwrapped, "map_from")
 
