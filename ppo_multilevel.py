@@ -1089,26 +1089,22 @@ def measured_costs(args, model):
     levels, costs = sorted({*args.levels, args.eval_level}), []
     if len(levels) == 1 and args.analyse is None:
         return [1.0, 0.0]
-    processes = max(1, min(args.num_workers, args.num_envs // NUM_RANKS))  # of this rank
-    model, generator = copy.deepcopy(model), torch.Generator()
-    for level in levels:
-        args = argparse.Namespace(**vars(args) | {"levels": [level], "target_kl": None})
-        with closing(make_pool(args, model, game_seeds(args, 0), args.num_workers)) as pool:
-            seconds, T = pool.arrays["seconds"], 3 if costs else args.num_steps[0]
-            pool.call("start")
-            rollout(model, pool, 0, 2, args, generator)  # the first steps include what is done once
-            gc.collect()  # now, not while time is taken: that may be as long as an update
-            seconds[:], started = 0, time.perf_counter()
-            (buffer,), _ = rollout(model, pool, 0, T, args, generator)
-            if not costs:  # an iteration on the coarsest level, its simulation not counted
-                overhead = time.perf_counter() - started - float(seconds.sum()) / processes
-                batch, plan = make_batch(buffer, model.inputs, args), Plan([0], [T], [])
-                for _ in range(2):  # the first update includes what is done once
-                    started = time.perf_counter()
+    args = argparse.Namespace(**vars(args) | {"levels": levels, "schedule": "climb"})  # no partners
+    model, generator, args.target_kl = copy.deepcopy(model), torch.Generator(), None
+    with closing(make_pool(args, model, game_seeds(args, 0), args.num_workers)) as pool:
+        pool.call("start")
+        for level in reversed(range(len(levels))):  # last an iteration on the coarsest
+            T, seconds = 3 if level else args.num_steps[0], pool.arrays["seconds"][2 * level]
+            for _ in range(2):  # the first time includes what is done once
+                gc.collect()  # now, not while time is taken: that may be as long as an update
+                seconds[:], started = 0, time.perf_counter()
+                (buffer,), _ = rollout(model, pool, level, T, args, generator)
+                if level == 0:
+                    batch, plan = make_batch(buffer, model.inputs, args), Plan([0], [T], [])
                     update(model, make_optimizer(model), batch, plan, args, generator)
-                overhead = max(0.0, overhead) + time.perf_counter() - started
-        costs.append(float(seconds.sum()) / (T * seconds.size * processes * NUM_RANKS))
-    return [*costs, overhead]
+            simulated = float(seconds.sum()) / max(1, len(pool.workers))
+            costs.insert(0, simulated / (T * seconds.size * NUM_RANKS))
+        return [*costs, max(0.0, time.perf_counter() - started - simulated)]
 
 
 def game_seeds(args, starts):
