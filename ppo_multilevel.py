@@ -1107,10 +1107,10 @@ def measured_costs(args, model):
         return [*costs, max(0.0, time.perf_counter() - started - simulated)]
 
 
-def game_seeds(args, starts):
+def game_seeds(args, *starts):
     """Return the seeds of this rank's games, (2L − 1, N): others whenever games start anew."""
     shape = 2 * len(args.levels) - 1, args.num_envs  # of the members
-    seeds = np.random.SeedSequence([args.seed, starts]).generate_state(math.prod(shape))
+    seeds = np.random.SeedSequence([args.seed, *starts]).generate_state(math.prod(shape))
     return np.split(seeds.reshape(shape), NUM_RANKS, axis=1)[RANK]
 
 
@@ -1515,6 +1515,7 @@ def load_checkpoint(run_dir):
 EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every run
 CHECK_SEED = 20_000  # so have those of a climb's checks
 EVAL_STEPS = 10_000  # an evaluation takes no more, to end always
+ROUNDS, REPEATS = 10, 2  # an analysis plays ROUNDS · N episodes, in pairs REPEATS from each start
 
 
 def make_eval_pool(args, model, episodes=None, **options):
@@ -1618,10 +1619,6 @@ def export_onnx(path, model, inputs):
     torch.onnx.export(model, (*map(torch.from_numpy, inputs.values()),), str(path), **options)
 
 
-ROUNDS, REPEATS = 10, 2  # an analysis plays ROUNDS · N episodes, in pairs REPEATS from each start
-ENOUGH, WORTH, START = 0.9, 1.2, 0.6  # thresholds of `verdict`
-
-
 def analyse(args):
     """Tell which levels pay, as --analyse says: every level plays whole episodes alone and, from
     other starts, in pairs with the next level and with the finest; the policy acts with its noise.
@@ -1631,185 +1628,144 @@ def analyse(args):
     model, generator = make_model(args), torch.Generator().manual_seed(args.seed)
     if args.analyse:
         model.load_state_dict(load_checkpoint(args.analyse)["model"])
-    *coarser, finest = args.levels
     costs = dict(zip(args.levels, args.level_costs or measured_costs(args, model)))
-    pairs = sorted({*zip(coarser, args.levels[1:]), *((level, finest) for level in coarser)})
-    plays, played, began = [*((level,) for level in args.levels), *pairs], {}, time.perf_counter()
+    finest, episodes, began = args.levels[-1], ROUNDS * args.num_envs, time.perf_counter()
+    pairs = {*zip(args.levels, args.levels[1:]), *((level, finest) for level in args.levels[:-1])}
+    plays, played, alone = [*zip(args.levels), *sorted(pairs)], {}, {}
     for levels in plays:
         played[levels] = play(model, levels, args, generator)
-        if len(played) == 1:  # the first one tells how long an episode is
-            steps = played[levels]["steps"]
-            policy = max(0, time.perf_counter() - began - steps * costs[levels[0]])
-            seconds = sum(steps * costs[level] + policy for level in sum(plays, ()))
-            each = f"{ROUNDS * args.num_envs} episodes of every level and pair"
-            print(f"{each}: about {seconds:.0f} s", flush=True)
-    rows = [compare(costs, played, *pair) for pair in pairs]
-    rows.append({"level": finest, "step_ms": 1e3 * costs[finest]})
-    alone = mean_return(played[finest,]["returns"][0]).tolist()
-    rows[-1] |= dict(zip(("return", "return_error"), alone))
-    names = [name for name in rows[0] if not name.endswith("_error")]
-    widths = [20 if f"{name}_error" in rows[0] else 9 for name in names]
-    print("".join(name.rjust(width) for name, width in zip(names, widths)))
+        if len(played) == 1:  # all others take about as many steps
+            seconds = played[levels]["steps"] * sum(costs[level] for level in sum(plays, ()))
+            print(f"{episodes} episodes of every level and pair: about {seconds:.0f} s", flush=True)
+    for level in args.levels:
+        mean = jackknife(lambda x: {"return": x.mean()}, played[level,]["returns"][0, :, 0])
+        alone[level] = {"level": level, "step_ms": 1e3 * costs[level]} | mean
+    rows = [compare(alone[c], alone[f], played[c, f]) for c, f in sorted(pairs)]
+    rows.append(alone[finest])
+    widths = {n: 20 if f"{n}_error" in rows[0] else 9 for n in rows[0] if "_error" not in n}
+    print("".join(name.rjust(width) for name, width in widths.items()))
     for row in rows:
-        print("".join(shown(row, n).rjust(width) for n, width in zip(names, widths)).rstrip())
+        cells = {name: f"{number:.3g}" for name, number in row.items()}
+        cells |= {n: f"{row[n]:.4g} ± {row[n + '_error']:.1g}" for n in row if n + "_error" in row}
+        print("".join(cells.get(name, "").rjust(width) for name, width in widths.items()).rstrip())
     for row in rows[:-1]:
-        row["verdict"] = verdict(row) if row["against"] == finest else None
-        if row["verdict"]:
+        if row["against"] == finest:
+            row["verdict"] = verdict(row)
             print(f"level {row['level']}: {row['verdict']}")
     path = Path(args.analyse or run_path(args)) / "analysis.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
+        writer = csv.DictWriter(file, max(rows, key=len))  # the columns of a row with a verdict
         writer.writeheader()
         writer.writerows(rows)
-    cut = sum(result["cut"] for result in played.values())
-    line = f"{cut} episodes cut off at {EVAL_STEPS:,} steps; " * (cut > 0)
-    print(f"{line}it took {time.perf_counter() - began:.0f} s; {path}")
+    cut, seconds = sum(each["cut"] for each in played.values()), time.perf_counter() - began
+    print(f"{cut} episodes cut off at {EVAL_STEPS:,} steps; it took {seconds:.0f} s; {path}")
     return rows
 
 
-def compare(costs, played, coarse, fine):
-    """Return the row of a pair of levels, after `mlmc_test` of Giles (2015, Acta Numerica 24):
+def compare(coarse, fine, pair):
+    """Return the row of a pair of levels, after `mlmc_test` of Giles (2015, Acta Numerica 24), from
+    the rows of both alone and what they have played. Errors are half widths of 95 % intervals."""
+    diff = pair["returns"][1] - pair["returns"][0]  # (S, R)
+    c, f = pair["returns"] - pair["returns"].mean(axis=2, keepdims=True)  # within a start
+    samples = np.stack([diff, c * c, f * f, c * f, *pair["products"]]).mean(axis=2)  # (7, S)
 
-    step_ms, return  of the coarse level: cost of a step, mean return of episodes alone
-    difference       mean return of the fine member less the coarse one's: the coarse level's bias
-    rho_return       correlation of a pair's returns within a start, over the policy's noise: how
-                     far the levels agree on what is good to do
-    rho_adv          correlation of a pair's advantages Â, row by row
-    var_ratio        Var(Â_f − Ã_c) / Var(Â_f)
-    saving, ratio    of a sum of both levels against the fine one, see `saving`, by the smaller of
-                     both rho: at first what the value function has not learned puts rho_adv up
-    kurtosis         of the difference; above 100: too few samples to believe it
-    check            |a − b + c| / 3 (σ_a + σ_b + σ_c), a and b the mean returns of the coarse and
-                     the fine level alone, c the difference, σ standard errors; above 1 the pair's
-                     members do not play as their levels do alone
+    def numbers(samples):  # of some starts
+        difference, *products = samples.mean(axis=1)
+        cc, ff, cf = np.reshape(products, (2, 3)).T  # of returns, of advantages
+        rho = np.clip(cf / np.sqrt(cc * ff), -1, 1)
+        gain, ratio = saving(rho.min(), fine["step_ms"], coarse["step_ms"])
+        return {
+            "difference": difference,  # of the returns, fine − coarse
+            "rho_return": rho[0],  # within a start: how far the levels agree on what is good to do
+            "rho_adv": rho[1],  # of advantages Â, row by row
+            "var_ratio": ((cc + ff - 2 * cf) / ff)[1],  # Var(Â_f − Ã_c) / Var(Â_f)
+            "saving": gain,  # by the smaller rho: rho_adv is high until values are learned
+            "ratio": ratio,
+        }
 
-    Errors are half widths of 95 % intervals, by the spread over starts."""
-
-    def numbers(sums):  # of f², c², fc of S starts, (3, S)
-        ff, cc, fc = sums.sum(axis=1)
-        rho = np.clip(fc / np.sqrt(ff * cc), -1, 1)
-        return np.array([rho, (ff + cc - 2 * fc) / ff, *saving(rho, costs[fine], costs[coarse])])
-
-    alone = [mean_return(played[level,]["returns"][0]) for level in (coarse, fine)]
-    returns = played[coarse, fine]["returns"]  # (2, S, R)
-    f, c = returns - returns.mean(axis=2, keepdims=True)
-    by_returns = jackknife(numbers, np.stack([f * f, c * c, f * c]).sum(axis=2))  # (2, 4)
-    by_rows = jackknife(numbers, played[coarse, fine]["products"])
-    smaller = by_rows if by_rows[0, 0] < by_returns[0, 0] else by_returns
-    difference = returns[0] - returns[1]
-    found = {"return": alone[0], "difference": mean_return(difference)}
-    found |= {"rho_return": by_returns[:, 0], "rho_adv": by_rows[:, 0]}
-    found |= {"var_ratio": by_rows[:, 1], "saving": smaller[:, 2]}
-    row = {"level": coarse, "against": fine, "step_ms": 1e3 * costs[coarse]}
-    for name, number in found.items():
-        row[name], row[f"{name}_error"] = number.tolist()
-    (a, b, c), errors = np.transpose([*alone, found["difference"]])
-    unlike = abs(a - b + c) / (3 / 1.96 * errors.sum() + 1e-6 * (abs(a) + abs(b)) + 1e-99)
-    kurtosis = ((difference - c) ** 4).mean() / (difference.var() + 1e-99) ** 2
-    return row | {"ratio": smaller[0, 3], "kurtosis": float(kurtosis), "check": float(unlike)}
+    row = {"level": coarse["level"], "against": fine["level"]}
+    row |= coarse | jackknife(numbers, samples)
+    del row["ratio_error"]
+    a, b, d = coarse["return"], fine["return"], row["difference"]
+    errors = coarse["return_error"] + fine["return_error"] + row["difference_error"]
+    row["kurtosis"] = ((diff - d) ** 4).mean() / (diff.var() + 1e-99) ** 2  # above 100: too few
+    # |a − b + d| / 3 (σ_a + σ_b + σ_d); above 1 levels do not play in pairs as they do alone
+    row["check"] = abs(a - b + d) / (3 / 1.96 * errors + 1e-6 * (abs(a) + abs(b)) + 1e-99)
+    return row
 
 
-def jackknife(number, samples):
-    """Return `number` of samples (..., S), one per start, and the half width of its 95 % interval,
-    from what leaving out one start after the other changes: (2, ...)."""
-    S = samples.shape[-1]
+def jackknife(numbers, samples):
+    """Return the dict `numbers(samples)` of samples (..., S), one per start, and by "..._error" the
+    half widths of 95 % intervals, from what leaving out one start after the other changes."""
+    S, row = samples.shape[-1], {}
     with np.errstate(all="ignore"):  # 0 / 0 where nothing varies, ∞ where rho is 1
-        without = [number(np.delete(samples, i, axis=-1)) for i in range(S)]
+        without = [[*numbers(np.delete(samples, i, axis=-1)).values()] for i in range(S)]
         errors = 1.96 * ((S - 1) * np.var(without, axis=0)) ** 0.5
-        return np.array([number(samples), errors])
-
-
-def mean_return(returns):
-    """Return the mean of returns (S, R) and its error: R episodes from one start are alike."""
-    return jackknife(np.mean, returns.mean(axis=1))
+        for (name, number), error in zip(numbers(samples).items(), errors):
+            row |= {name: number, f"{name}_error": error}
+    return row
 
 
 def saving(rho, c_f, c_c):
     """Return what two levels save, the cost of the fine one alone over theirs at equal variance,
-    and the best number of coarse steps per fine one. rho: correlation of the pair's advantages,
-    below 0 as good as 0; c: cost of a step (Peherstorfer, Willcox & Gunzburger 2016)."""
+    and the best number of coarse steps per fine one, for the correlation of their advantages (below
+    0 as good as 0) and the costs of a step: Peherstorfer, Willcox & Gunzburger 2016."""
     rho = np.clip(rho, 0, 1)
     ratio = np.sqrt(rho**2 * (c_f + c_c) / ((1 - rho**2) * c_c))
     return c_f / (np.sqrt((c_f + c_c) * (1 - rho**2)) + rho * np.sqrt(c_c)) ** 2, ratio
 
 
 def verdict(row):
-    """Return what to do with a level, by its pair with the finest."""
-    rho = f"rho {shown(row, 'rho_return')}"
-    doubt = "(too few samples to believe it) " if row["kurtosis"] > 100 else ""
-    if row["check"] > 1:
-        why = f"in pairs levels do not play as alone (check {row['check']:.1f})"
-        return f"no verdict: {why}, as with --coupling step"
-    if not math.isfinite(row["rho_return"]):
-        return "no verdict: the policy's noise does not change the returns"
-    if row["rho_return"] - row["rho_return_error"] > ENOUGH:
-        bias = shown(row | {"difference": -row["difference"]}, "difference")
-        return f"{doubt}enough on its own, it sees what matters: {rho}, bias {bias}"
-    if row["saving"] > WORTH:
-        text = f"saves {row['saving']:.1f} times with {row['ratio']:.0f} steps for one of level"
-        return f"{doubt}worth a correction: {text} {row['against']}; {rho}"
-    if row["rho_return"] > START:
-        return f"{doubt}good for a start, not to end on, and a correction hardly pays: {rho}"
-    if not row["rho_return"] + row["rho_return_error"] < START:
-        return f"no verdict: too few episodes, more by --num-envs: {rho}"
-    return f"{doubt}drop it, it does not see what matters: {rho}"
-
-
-def shown(row, name):
-    """Return a number of a row as text, with its error if it has one."""
-    if f"{name}_error" in row:
-        return f"{row[name]:.4g} ± {row[f'{name}_error']:.1g}"
-    return f"{row[name]:.3g}" if name in row else ""
+    """Return what to do with a level, by its pair with the finest: the first line that holds."""
+    rho, error, bias = row["rho_return"], row["rho_return_error"], -row["difference"]
+    lines = [
+        (row["check"] > 1, "no verdict: in pairs levels do not play as alone (--coupling step?)"),
+        (row["kurtosis"] > 100, "no verdict: too few episodes, more by --num-envs"),
+        (rho - error > 0.9, f"enough on its own, it sees what matters, bias {bias:.4g}"),
+        (row["saving"] > 1.2, f"worth a correction, which saves {row['saving']:.1f} times"),
+        (rho > 0.6, "good for a start, not to end on, and a correction hardly pays"),
+        (rho + error < 0.6, "drop it, it does not see what matters"),
+        (True, "no verdict: too few episodes, or the policy's noise does not change the returns"),
+    ]
+    return next(text for holds, text in lines if holds) + f"; rho {rho:.4g} ± {error:.1g}"
 
 
 @torch.no_grad()
 def play(model, levels, args, generator):
     """Play ROUNDS · N whole episodes of a level, (l,), or of pairs, (coarse, fine), from S starts R
     times, each member to its own end; with --coupling step the partner takes over the fine state
-    before every step, and ends with it. Returns `returns` (members, S, R), fine before coarse;
-    `products` f², c², fc of advantages (3, S); the number of `steps`, and of episodes `cut`."""
-    M, N, R = 2 * len(levels) - 1, args.num_envs, REPEATS if len(levels) > 1 else 1
-    which = [2, 1] if len(levels) > 1 else [0]  # members, fine before coarse
-    seeds = np.random.SeedSequence([args.seed, *levels]).generate_state(M * N).reshape(M, N)
-    by_step = len(levels) > 1 and args.coupling == "step"
-    paired = argparse.Namespace(**vars(args) | {"schedule": "together"})
-    returns, products, num_steps, cut = [], [], 0, 0
-    with closing(make_pool(paired, model, seeds, args.num_workers, levels)) as pool:
-        arrays, act = pool.arrays, fast_act(model)
-        games = [members(arrays)[m] for m in which]
+    after every step, and ends with it. Returns `returns` (members, S, R); `products` c², f², cf of
+    advantages (3, S, R); the number of `steps`, and of episodes `cut`."""
+    N, L, name, results, cut = args.num_envs, len(levels), " or ".join(map(str, levels)), [], 0
+    by_step, R = L > 1 and args.coupling == "step", REPEATS if L > 1 else 1
+    args = argparse.Namespace(**vars(args) | {"levels": levels, "schedule": "together"})
+    with closing(make_pool(args, model, game_seeds(args, *levels), args.num_workers)) as pool:
+        games, act = {name: array[-L:] for name, array in pool.arrays.items()}, fast_act(model)
         for number in range(ROUNDS):
             pool.call("start", None, number % R == 0)  # R times from the same starts
-            rows, going = [], np.ones((len(games), N), bool)
+            rows, going = [], np.ones((L, N), bool)
             while going.any() and len(rows) < EVAL_STEPS:
+                row = {"own": going, "obs": games["obs"].copy()}
+                act(games, model.head.noise(N, generator).to(model.device))
                 if by_step:
-                    pool.call("synchronize", 1)
-                noise = model.head.noise(N, generator).to(model.device)
-                for game in games:
-                    act(game, noise)
-                    game["actions"][:] = (games[0] if by_step else game)["actions"]
-                rows.append({name: arrays[name][which] for name in ("obs", "actions")})
-                for m in which:
-                    pool.call("step_member", m)
-                if by_step:
-                    games[1]["truncated"] |= games[0]["ended"] & ~games[1]["terminated"]
-                    games[1]["ended"][:] = games[0]["ended"]
-                rows[-1] |= {name: arrays[name][which] for name in STEP_RESULTS} | {"own": going}
-                going = going & ~arrays["ended"][which]
-            buffer = {name: np.stack([row[name] for row in rows], 1) for name in rows[0]}
-            own, advantages = buffer.pop("own"), []  # (members, T, N)
-            returns.append((buffer["rewards"].astype(float) * own).sum(axis=1))
-            for i, level in enumerate(levels[::-1]):
-                member = finish(model, {name: column[i] for name, column in buffer.items()}, level)
-                batch = make_batch(member, model.inputs, args)
-                advantages.append(batch["advantages"].cpu().double().numpy().reshape(-1, N))
-            both, A = own.all(axis=0), np.stack(advantages)
-            A = (A - A[:, both].mean(axis=1)[:, None, None]) * both
-            products.append(np.stack([A[0] ** 2, A[-1] ** 2, A[0] * A[-1]]).sum(axis=1))  # (3, N)
-            num_steps, cut = num_steps + own[0].size, cut + int(going.any(axis=0).sum())
-    returns = np.stack(returns, axis=-1).reshape(len(games), -1, R)
-    products = np.stack(products, axis=-1).reshape(3, -1, R).sum(axis=2)
-    return {"returns": returns, "products": products, "steps": num_steps, "cut": cut}
+                    games["actions"][0] = games["actions"][1]
+                    pool.call("step", 1, True)
+                else:
+                    for m in range(L - 1, 2 * L - 1):
+                        pool.call("step_member", m)
+                rows.append(row | {k: games[k].copy() for k in ("actions", *STEP_RESULTS)})
+                going = going & ~(games["ended"][-1] if by_step else games["ended"])
+            buffer = {k: np.stack([row[k] for row in rows]).swapaxes(1, 2) for k in rows[0]}
+            own, both = buffer["own"], buffer["own"].all(axis=2)  # (T, N, members), (T, N)
+            batch = make_batch(finish(model, buffer, name), model.inputs, args)
+            A = batch["advantages"].cpu().double().numpy().reshape(own.shape)
+            c, f = ((x - x[both].mean()) * both for x in (A[..., 0], A[..., -1]))
+            returns = (buffer["rewards"] * own).sum(axis=0, dtype=float).T  # (members, N)
+            results.append([*returns, *np.stack([c * c, f * f, c * f]).sum(axis=1)])
+            cut += int(going.any(axis=0).sum())
+    results, steps = np.stack(results, axis=-1).reshape(L + 3, -1, R), pool.arrays["steps"].sum()
+    return {"returns": results[:L], "products": results[L:], "steps": steps, "cut": cut}
 
 
 # ------------------------------------------------------------------------------------ reservoirs
