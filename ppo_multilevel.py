@@ -39,17 +39,16 @@ stream of episodes; a partner's values come from its own observations; one norma
 serves all levels, one for each would erase the differences that the method adds up.
 
 A simulation is a function `make(level, evaluation=False, validation=False)` that returns a
-Gymnasium env whose spaces are the policy's (the finest level's) on every level; evaluations and a
-climb's checks may get starts of their own, or leave these two arguments out. The env owns `psi()`,
-its state → the policy's observation; `phi(action)`, which `step` applies to the policy's action;
-`map_from(other)`, which takes over the state of the same simulation on another level; and maybe a
-static method `step_batch(envs, actions)` → (obs, rewards, terminated, truncated) of several envs.
-Rewards must mean the same on all levels: a mean over the cells does, a sum not.
+Gymnasium env whose spaces are the policy's (the finest level's) on every level; the last two ask
+for starts of their own, for evaluations and a climb's checks, and may be missing. The env owns
+`psi()`, its state → the policy's observation; `phi(action)`, which `step` applies to the policy's
+action; `map_from(other)`, which takes over the state of the same simulation on another level; and
+maybe a static method `step_batch(envs, actions)` → (obs, rewards, terminated, truncated) of several
+envs. Rewards must mean the same on all levels: a mean over the cells does, a sum not.
 
-r_t is the reward, r_t(θ) the probability ratio. Shapes: L levels, T^l steps, N actors, B
-minibatches of M^l rows, D observation entries, A action entries. A tilde in the paper is `sync`
-here. What is stored at t belongs to the action taken at t: `terminated[t]` and `truncated[t]` say
-how it ended the episode.
+Shapes: L levels, T^l steps, N actors, B minibatches of M^l rows, D observation entries, A action
+entries. A tilde in the paper is `sync` here. All that is stored at t belongs to the action at t:
+its reward r_t; `terminated[t]`, `truncated[t]`, how it ended the episode.
 """
 
 import argparse
@@ -2242,8 +2241,6 @@ def parse_with_run(parser, argv):
         parser.error("argument --analyse: not with --resume, --eval")
     if (args.eval or args.analyse is not None) and NUM_RANKS > 1:
         parser.error("argument --eval, --analyse: take one process, not torchrun")
-    if args.export_onnx:
-        import onnx  # noqa: F401, torch needs it for that
     if run_dir := args.resume or args.eval or args.analyse:
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
