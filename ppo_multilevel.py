@@ -102,13 +102,15 @@ def make_parser():
     option = functools.partial(add_option, parser.add_argument_group("ppo_multilevel.py"))
     count, positive, fraction = number(int, 1), number(float, 1e-300), number(float, 0, 1)
     option("--env", str, "ResSim-v1", f"{', '.join(CASES)}, file.py:make or package.module:make")
-    text = "one level at a time, or all together (rate 3e-5, 10 epochs, KL 0.05, 200 iterations); "
-    option("--schedule", str, None, text + "None: climb several", choices=("climb", "together"))
-    option("--levels", count, [], "those to use, coarse to fine; []: of a built-in case", nargs="+")
+    text = "climb: one level at a time; together: all in each iteration (by default rate 3e-5, 10 "
+    text += "epochs, KL 0.05, 200 iterations); None: climb if there are several levels"
+    option("--schedule", str, None, text, choices=("climb", "together"))
+    text = "those to use, coarse to fine; []: a built-in case's (together: two)"
+    option("--levels", count, [], text, nargs="+")
     text = "T^l, steps per actor and iteration: one per level; of a climb also one for all; of "
     text += "together also 'T auto': T on the coarsest level, the rest by costs and variances"
     option("--num-steps", or_auto(count), [50], text, nargs="+")
-    option("--control", or_auto(fraction), "auto", "β of partners; 1: Algorithm 4; auto: measured")
+    option("--control", or_auto(fraction), "auto", "β of coarse rows; 1: the paper; auto: measured")
     option("--total-cost", positive, None, "length in finest-level steps, by cost; None: by --env")
     text = "seconds of a step on each level, all workers together, and of an update; None: measured"
     option("--level-costs", positive, None, text, nargs="+")
