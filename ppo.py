@@ -173,8 +173,9 @@ def train(args):
 @torch.no_grad()
 def rollout(model, pool, args, generator):
     """Take T steps in all N games with the current policy. Returns the buffer, tensors (T, N, ...):
-    obs, actions, logprobs, values, next_values, rewards, terminated, truncated; and the (return,
-    length) of the episodes that ended. Games and policy meet in `pool.arrays`, {name: (N, ...)}."""
+    obs, actions, logprobs, values, next_values, rewards, their discounted sums, terminated,
+    truncated; and the (return, length) of the episodes that ended. Games and policy meet in
+    `pool.arrays`, {name: (N, ...)}."""
     arrays, T, episodes, act = pool.arrays, args.num_steps, [], fast_act(model)
     results = ("next_obs", "rewards", "terminated", "truncated", "discounted")
     stored = {name: arrays[name] for name in (*model.stored, *results)}
@@ -681,7 +682,8 @@ class Game:
             a["episode_return"][n] = a["episode_length"][n] = a["discounted"][n] = 0
         a["episode_return"][n] += reward
         a["episode_length"][n] += 1
-        a["discounted"][n] = reward + self.gamma * a["discounted"][n]  # for --norm-reward
+        # Σ_k γ^k r_{t−k} since the episode began, for --norm-reward
+        a["discounted"][n] = reward + self.gamma * a["discounted"][n]
         a["rewards"][n], a["ended"][n] = reward, terminated or truncated
         a["terminated"][n], a["truncated"][n] = terminated, truncated and not terminated
         self.show("obs", *(self.env.reset() if a["ended"][n] else (obs, info)))
@@ -843,7 +845,8 @@ def work(pipe, make_games, rows, shared):
 # torchrun starts several processes, the ranks, to train one model. Each has its share of the games,
 # gets the rows of all, takes its share of each minibatch; then the ranks average their gradients.
 
-RANK, NUM_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+RANK, NUM_RANKS = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if TORCHRUN else (0, 1)
 
 
 def report(message):
@@ -989,9 +992,9 @@ class Run(AbstractContextManager):
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = {name: value for name, value in vars(self.args).items() if name not in NOT_KEPT}
         versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
-        git = f'git -C "{Path(__file__).resolve().parent}" rev-parse HEAD'  # nothing without git
-        commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
-        versions |= {"python": sys.version.split()[0], "git_commit": commit or None}
+        here = {"shell": True, "cwd": Path(__file__).resolve().parent}  # says nothing without git
+        git = subprocess.run("git rev-parse HEAD", **here, capture_output=True, text=True)
+        versions |= {"python": sys.version.split()[0], "git_commit": git.stdout.strip() or None}
         config = {"options": options, "command": sys.argv, "versions": versions}
         write_file(self.run_dir / "config.json", json.dumps(config, indent=2).encode())
         file = (self.run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line

@@ -743,7 +743,8 @@ def work(pipe, make_games, rows, shared):
 # torchrun starts several processes, the ranks, to train one model. Each has its share of the games,
 # gets the rows of all, takes its share of each minibatch; then the ranks average their gradients.
 
-RANK, NUM_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+RANK, NUM_RANKS = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if TORCHRUN else (0, 1)
 
 
 def report(message):
@@ -889,9 +890,9 @@ class Run(AbstractContextManager):
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = {name: value for name, value in vars(self.args).items() if name not in NOT_KEPT}
         versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
-        git = f'git -C "{Path(__file__).resolve().parent}" rev-parse HEAD'  # nothing without git
-        commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
-        versions |= {"python": sys.version.split()[0], "git_commit": commit or None}
+        here = {"shell": True, "cwd": Path(__file__).resolve().parent}  # says nothing without git
+        git = subprocess.run("git rev-parse HEAD", **here, capture_output=True, text=True)
+        versions |= {"python": sys.version.split()[0], "git_commit": git.stdout.strip() or None}
         config = {"options": options, "command": sys.argv, "versions": versions}
         write_file(self.run_dir / "config.json", json.dumps(config, indent=2).encode())
         file = (self.run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line

@@ -1,6 +1,6 @@
 """Multilevel PPO: policy optimisation for expensive simulations that exist on several grids.
 
-    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, three minutes
+    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, 2 to 5 minutes
     python ppo_multilevel.py --env ResSim-v1 --levels 5    # finest grid only: PPO
     python ppo_multilevel.py --env ResSim-v1 --schedule together          # the paper's schedule
     python ppo_multilevel.py --env my_simulation.py:make --levels 1 2 --num-steps 40
@@ -111,7 +111,7 @@ def make_parser():
     text += "together also 'T auto': T on the coarsest level, the rest by costs and variances"
     option("--num-steps", or_auto(count), [50], text, nargs="+")
     option("--control", or_auto(fraction), "auto", "β of coarse rows; 1: the paper; auto: measured")
-    option("--total-cost", positive, None, "length in finest-level steps, by cost; None: by --env")
+    option("--total-cost", positive, None, "in finest-level steps; None: a climb's, by --env")
     text = "seconds of a step on each level, all workers together, and of an update; None: measured"
     option("--level-costs", positive, None, text, nargs="+")
     option("--check-episodes", number(int, 2, 100_000), 16, "of each check of a climb")
@@ -241,8 +241,9 @@ def rollout(model, pool, level, T, args, generator):
     level's own episodes that ended."""
     paired, act = level > 0 and args.schedule == "together", fast_act(model)
     by_step = paired and args.coupling == "step"
+    # Views of the level's own member 2l and, if paired, of its partner 2l − 1: own first.
     arrays = {name: a[2 * level - paired : 2 * level + 1][::-1] for name, a in pool.arrays.items()}
-    pair, episodes = members(arrays), []  # own, then the coarse partner, which lies before it
+    pair, episodes = members(arrays), []
     stored = {name: arrays[name] for name in (*model.stored, *STEP_RESULTS)}
     buffer = {name: np.empty((len(a), T, *a.shape[1:]), a.dtype) for name, a in stored.items()}
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
@@ -971,8 +972,8 @@ class Games:
         self.rows, self.arrays, self.members = slice(rows[0], rows[-1] + 1), members(arrays), []
         for m, member in enumerate(self.arrays):
             make = functools.partial(Game, args, levels[m // 2], **options)
-            own = [] if m % 2 and args.schedule == "climb" else rows  # a climb has no partners
-            self.members.append([make(n, int(seeds[m][n]), member) for n in own])
+            actors = [] if m % 2 and args.schedule == "climb" else rows  # a climb has no partners
+            self.members.append([make(n, int(seeds[m][n]), member) for n in actors])
         self.games, self.actors = self.members[0], [*zip(*filter(None, self.members))]
         self.maps = hasattr(self.games[0].env.unwrapped, "map_from")
 
@@ -1080,7 +1081,7 @@ class Games:
 
 
 def members(arrays):
-    """Return the list of the members (see Games), each a dict of arrays of all N actors."""
+    """Return the list of the members (see Games), each a dict of its part of the arrays."""
     return [{name: array[m] for name, array in arrays.items()} for m in range(len(arrays["obs"]))]
 
 
@@ -1095,7 +1096,9 @@ def measured_costs(args, model):
     with closing(make_pool(args, model, game_seeds(args, 0), args.num_workers)) as pool:
         pool.call("start")
         for level in reversed(range(len(levels))):  # last an iteration on the coarsest
-            T, seconds = 3 if level else args.num_steps[0], pool.arrays["seconds"][2 * level]
+            # Few steps: an episode's start costs more, like a reservoir's, whose field is new.
+            T = 2 if level else args.num_steps[0]
+            seconds = pool.arrays["seconds"][2 * level]
             for _ in range(2):  # the first time includes what is done once
                 gc.collect()  # now, not while time is taken: that may be as long as an update
                 seconds[:], started = 0, time.perf_counter()
@@ -1215,7 +1218,8 @@ def work(pipe, make_games, rows, shared):
 # torchrun starts several processes, the ranks, to train one model. Each has its share of the games,
 # gets the rows of all, takes its share of each minibatch; then the ranks average their gradients.
 
-RANK, NUM_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+RANK, NUM_RANKS = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if TORCHRUN else (0, 1)
 
 
 def report(message):
@@ -1432,9 +1436,9 @@ class Run(AbstractContextManager):
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = {name: value for name, value in vars(self.args).items() if name not in NOT_KEPT}
         versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
-        git = f'git -C "{Path(__file__).resolve().parent}" rev-parse HEAD'  # nothing without git
-        commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
-        versions |= {"python": sys.version.split()[0], "git_commit": commit or None}
+        here = {"shell": True, "cwd": Path(__file__).resolve().parent}  # says nothing without git
+        git = subprocess.run("git rev-parse HEAD", **here, capture_output=True, text=True)
+        versions |= {"python": sys.version.split()[0], "git_commit": git.stdout.strip() or None}
         config = {"options": options, "command": sys.argv, "versions": versions}
         write_file(self.run_dir / "config.json", json.dumps(config, indent=2).encode())
         file = (self.run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line
@@ -1646,7 +1650,7 @@ def analyse(args):
     widths = {n: 20 if f"{n}_error" in rows[0] else 9 for n in rows[0] if "_error" not in n}
     print("".join(name.rjust(width) for name, width in widths.items()))
     for row in rows:
-        cells = {name: f"{number:.3g}" for name, number in row.items()}
+        cells = {name: f"{value:.3g}" for name, value in row.items()}
         cells |= {n: f"{row[n]:.4g} ± {row[n + '_error']:.1g}" for n in row if n + "_error" in row}
         print("".join(cells.get(name, "").rjust(width) for name, width in widths.items()).rstrip())
     for row in rows[:-1]:
@@ -1682,7 +1686,7 @@ def compare(coarse, fine, pair):
             "rho_adv": rho[1],  # of advantages Â, row by row
             "var_ratio": ((cc + ff - 2 * cf) / ff)[1],  # Var(Â_f − Ã_c) / Var(Â_f)
             "saving": gain,  # by the smaller rho: rho_adv is high until values are learned
-            "ratio": ratio,
+            "ratio": ratio,  # best number of coarse steps for a fine one
         }
 
     row = {"level": coarse["level"], "against": fine["level"]}
@@ -1703,8 +1707,8 @@ def jackknife(numbers, samples):
     with np.errstate(all="ignore"):  # 0 / 0 where nothing varies, ∞ where rho is 1
         without = [[*numbers(np.delete(samples, i, axis=-1)).values()] for i in range(S)]
         errors = 1.96 * ((S - 1) * np.var(without, axis=0)) ** 0.5
-        for (name, number), error in zip(numbers(samples).items(), errors):
-            row |= {name: number, f"{name}_error": error}
+        for (name, value), error in zip(numbers(samples).items(), errors):
+            row |= {name: value, f"{name}_error": error}
     return row
 
 
@@ -1742,7 +1746,8 @@ def play(model, levels, args, generator):
     by_step, R = L > 1 and args.coupling == "step", REPEATS if L > 1 else 1
     args = argparse.Namespace(**vars(args) | {"levels": levels, "schedule": "together"})
     with closing(make_pool(args, model, game_seeds(args, *levels), args.num_workers)) as pool:
-        games, act = {name: array[-L:] for name, array in pool.arrays.items()}, fast_act(model)
+        act = fast_act(model)
+        games = {name: array[-L:] for name, array in pool.arrays.items()}  # members: (coarse, fine)
         for number in range(ROUNDS):
             pool.call("start", None, number % R == 0)  # R times from the same starts
             rows, going = [], np.ones((L, N), bool)
@@ -1858,7 +1863,7 @@ def streak_fields(case, n, seed, width=1):
         for _ in range(rng.integers(2, 4)):  # from a random row to a random row
             rows = np.rint(np.linspace(*rng.integers(ny, size=2), nx)).astype(int)
             rows = rows.clip(max=ny - width)
-            for col, ends in enumerate(zip([rows[0], *rows], rows)):  # from the last column's
+            for col, ends in enumerate(zip([rows[0], *rows], rows)):  # from the previous one's
                 field[min(ends) : max(ends) + width, col] = 8.0
     return MILLIDARCY * np.exp(log_k)
 
@@ -2009,8 +2014,9 @@ class Grid:
             rows, cols = np.concatenate([a, b, a, b, [0]]), np.concatenate([a, b, b, a, [0]])
             values = np.concatenate([t, t, -t, -t, [t[a == 0].sum()]])
             matrix = sparse.csc_array((values, (rows, cols)))  # values at the same place are summed
-            options = {"relax": 2, "panel_size": 4, "options": {"SymmetricMode": True}}
-            self.factored[field] = splu(matrix, "MMD_AT_PLUS_A", diag_pivot_thresh=0, **options), t
+            hints = {"diag_pivot_thresh": 0, "panel_size": 4, "relax": 2}  # for symmetric matrices
+            lu = splu(matrix, "MMD_AT_PLUS_A", **hints, options={"SymmetricMode": True})
+            self.factored[field] = lu, t
         lu, t = self.factored[field]
         return lu.solve(q.ravel()).reshape(q.shape), t
 
@@ -2182,17 +2188,17 @@ def or_auto(kind):
 def parse_args(argv=None):
     """Parse and check the command line (default: the program's)."""
     parser = make_parser()
-    given = parser.parse_args(argv)  # which decides on defaults
-    climbed, cost, levels, steps = DEFAULTS.get(given.env, ([], 0.0, [], []))
+    given = parser.parse_args(argv)  # --env, --schedule, --levels decide on the others' defaults
+    climbed, cost, pair, pair_steps = DEFAULTS.get(given.env, ([], 0.0, [], []))
     parser.set_defaults(levels=climbed, schedule="together" if len(given.levels) == 1 else "climb")
-    if given.schedule == "together" and len(given.levels) != 1:
+    if given.schedule == "together" and len(given.levels) != 1 and given.analyse is None:
         parser.set_defaults(learning_rate=3e-5, update_epochs=10, target_kl=0.05)
-        parser.set_defaults(levels=levels, num_steps=[100, "auto"] if given.levels else steps)
+        parser.set_defaults(levels=pair, num_steps=[100, "auto"] if given.levels else pair_steps)
     args = parse_with_run(parser, argv)
     if not args.levels or args.levels != sorted(set(args.levels)):
         parser.error(f"argument --levels: name the levels of {args.env} to use, coarse to fine")
     L, last = len(args.levels), args.levels[-1]
-    if args.analyse is not None:  # of any levels, whatever the run had
+    if args.analyse is not None:  # all members play, whatever the run's schedule was
         args.schedule, args.eval_level, args.num_steps = "together", None, args.num_steps[:1] * L
         args.level_costs = given.level_costs
     args.eval_level, climbs = args.eval_level or last, args.schedule == "climb"
@@ -2214,7 +2220,7 @@ def parse_args(argv=None):
             parser.error(f"argument --{name}: only with --schedule together")
     if climbs and args.check_episodes % NUM_RANKS:
         parser.error(f"argument --check-episodes: {NUM_RANKS} ranks must share them equally")
-    if args.num_steps[1:] == (["auto"] if paired else []):  # is the last one for all others?
+    if args.num_steps[1:] == (["auto"] if paired else []):  # the last one is for all others
         args.num_steps = args.num_steps[:1] + args.num_steps[-1:] * (L - 1)
     if len(args.num_steps) != L or "auto" in args.num_steps[: 1 if paired else L]:
         parser.error(f"argument --num-steps: give one number per level of {args.levels}")

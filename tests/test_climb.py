@@ -468,6 +468,23 @@ def test_another_level_of_evaluations(tmp_path):
     assert (returns[0] != returns[1]).any()
 
 
+def test_costs_are_of_steps_within_an_episode(monkeypatch):
+    """A reservoir's first step factors the matrix of its field: not while time is taken."""
+    args = ml.parse_args("--env ResSim-v3 --levels 1 2 --num-envs 6 --num-workers 0".split())
+    rollout, factored = ml.rollout, []
+
+    def counted(model, pool, level, *rest):
+        result = rollout(model, pool, level, *rest)
+        grid = pool.games.members[2 * level][0].env.grid
+        factored.append((level, len(grid.factored)))
+        return result
+
+    monkeypatch.setattr(ml, "rollout", counted)
+    ml.Grid.cache_clear()
+    ml.measured_costs(args, ml.make_model(args))
+    assert factored[0] == factored[1] and factored[0][0] == 1 and factored[0][1] > 0
+
+
 def test_costs_are_measured_once(tmp_path):
     """They are in config.json, and a resumed run keeps them."""
     argv = [*SMALL, "--num-iterations", "2", "--log-dir", str(tmp_path)]

@@ -77,6 +77,7 @@ def start_ranks(script, tmp_path, argv, num_ranks=2):
     for i in range(num_ranks):
         environment = {"RANK": i, "LOCAL_RANK": i, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
         environment |= {"LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1"}
+        environment |= {"TORCHELASTIC_RUN_ID": "test"}
         environment = {name: str(value) for name, value in environment.items()}
         messages.append(tmp_path / f"rank{i}")
         arguments = (script, argv, environment, messages[-1])
