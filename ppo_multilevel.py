@@ -2249,6 +2249,8 @@ def parse_with_run(parser, argv):
         parser.error("argument --analyse: not with --resume, --eval")
     if (args.eval or args.analyse is not None) and NUM_RANKS > 1:
         parser.error("argument --eval, --analyse: take one process, not torchrun")
+    if args.export_onnx:
+        import onnx  # noqa: F401, torch needs it for that
     if run_dir := args.resume or args.eval or args.analyse:
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]

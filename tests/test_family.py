@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LENGTHS = {"ppo": 1289, "ppo_atari": 1183, "ppo_multilevel": 2324}  # lines at most
+LENGTHS = {"ppo": 1291, "ppo_atari": 1185, "ppo_multilevel": 2326}  # lines at most
 SCRIPTS = list(LENGTHS)
 SECTIONS = (
     "options, train, rollout, GAE, losses, update, model, heads and normalisers, speed, games, "

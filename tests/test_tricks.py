@@ -189,7 +189,7 @@ def scaled(model, rewards, sums):
     return buffer["rewards"]
 
 
-def test_rewards_are_divided_and_cut():
+def test_rewards_are_divided():
     """By the deviation of all discounted sums so far, this rollout's too; ten of them at most."""
     model, rng = make_model("--norm-reward"), np.random.default_rng(0)
     sums = [rng.normal(3, 2, (20, 3)).astype(np.float32) for _ in range(3)]
@@ -199,6 +199,39 @@ def test_rewards_are_divided_and_cut():
         expected = np.clip(rewards / np.std(sums[: i + 1]), -10, 10)
         close(scaled(model, rewards, sums[i]), expected)
     assert model.reward_norm.count == 3 * 60
+
+
+def test_rewards_are_cut():
+    """A reward beyond ten deviations counts as ten."""
+    model = make_model("--norm-reward")
+    model.reward_norm.update(torch.tensor([-1.0, 1.0]).repeat(10_000))
+    rewards = [[50.0], [-50.0], [0.5]]
+    close(scaled(model, rewards, rewards), [[10], [-10], [0.5]], rtol=0.2)
+    assert scaled(model, [[70.0]], [[70.0]]).item() == 10
+
+
+def test_discounted_sums_begin_anew(monkeypatch):
+    """Game by game they are Σ_k γ^k r_{t−k} over the episode so far, whenever it began."""
+    args = ppo.parse_args("--env envs:Scripted-v0 --gamma 0.9".split())
+    rng = np.random.default_rng(0)
+    rewards, ended = rng.normal(3, 2, (60, 3)), rng.random((60, 3)) < 0.2
+    model, seen = ppo.make_model(args), []
+    with ppo.closing(ppo.make_pool(args, model, np.arange(3), 0)) as pool:
+        pool.call("start")
+        games = pool.games.games
+        for t in range(60):
+            for n in range(3):
+                obs, flags = pool.arrays["obs"][n].copy(), (bool(ended[t, n]), False, {})
+                step = (obs, float(rewards[t, n]), *flags)
+                monkeypatch.setattr(games[n].env, "step", lambda action, step=step: step)
+            pool.call("step")
+            seen.append(pool.arrays["discounted"].copy())
+    for n in range(3):
+        running = 0.0
+        for t in range(60):
+            running = rewards[t, n] + 0.9 * running
+            assert seen[t][n] == pytest.approx(running, rel=1e-5)
+            running *= not ended[t, n]
 
 
 def test_norm_reward(monkeypatch, tmp_path):
