@@ -75,7 +75,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -1014,30 +1014,29 @@ class Games:
 
     def start_partners(self, level, actors):
         """Start an episode of these actors' partners at the start of the fine game's episode."""
-        with self.metered(2 * level - 1):
-            for i in actors:
-                fine, partner = self.members[2 * level][i], self.members[2 * level - 1][i]
-                self.busy = partner, "reset"
-                if not self.maps:  # a common seed is what the two can have in common
-                    seed = int(fine.random.integers(2**31))
-                    fine.reset(seed)
-                    partner.reset(seed)
-                elif not partner.arrays["ended"][partner.n]:  # else its own end has reset it
-                    partner.reset()
+        for i in actors:
+            fine, partner = self.members[2 * level][i], self.members[2 * level - 1][i]
+            self.busy = partner, "reset"
+            if not self.maps:  # a common seed is what the two can have in common
+                seed = int(fine.random.integers(2**31))
+                fine.reset(seed)
+                partner.reset(seed)
+            elif not partner.arrays["ended"][partner.n]:  # else its own end has reset it
+                partner.reset()
         if self.maps:
             self.synchronize(level, actors)
 
     def synchronize(self, level, actors=None):
         """Have the partners take over the state of their fine game: ML, Algorithm 5, line 18."""
-        with self.metered(2 * level - 1):
-            for i in range(len(self.games)) if actors is None else actors:
-                fine, partner = self.members[2 * level][i], self.members[2 * level - 1][i]
-                self.busy = partner, "map_from"
-                partner.env.unwrapped.map_from(fine.env.unwrapped)
-                partner.show("obs", partner.env.unwrapped.psi())
+        for i in range(len(self.games)) if actors is None else actors:
+            fine, partner = self.members[2 * level][i], self.members[2 * level - 1][i]
+            self.busy = partner, "map_from"
+            partner.env.unwrapped.map_from(fine.env.unwrapped)
+            partner.show("obs", partner.env.unwrapped.psi())
 
     def step(self, level=0, synchronize=False):
         """Step the games of a level index once, then their partners, and map these if asked to."""
+        started = time.perf_counter()
         self.step_member(2 * level)
         if level and self.members[2 * level - 1]:
             self.step_member(2 * level - 1)
@@ -1048,30 +1047,23 @@ class Games:
             self.start_partners(level, np.flatnonzero(ended))
         if synchronize:
             self.synchronize(level)
+        self.arrays[2 * level]["seconds"][self.rows.start] += time.perf_counter() - started
 
     def step_member(self, m):
         """Step the games of a member once, together if their env can."""
         games, envs = self.members[m], [game.env for game in self.members[m]]
         actions = to_env(self.arrays[m]["actions"][self.rows], envs[0].action_space)
         first = next(c for c in type(envs[0]).__mro__ if {"step", "step_batch"} & vars(c).keys())
-        with self.metered(m, len(games)):
-            if "step_batch" in vars(first):  # and no subclass has another step
-                self.busy = games[0], "step_batch"
-                for game, *result in zip(games, *envs[0].step_batch(envs, actions), strict=True):
-                    self.busy = game, "step_batch"
-                    game.record(*result)
-            else:
-                for game, action in zip(games, actions):
-                    self.busy = game, "step"
-                    game.record(*game.env.step(action)[:4])
-
-    @contextmanager
-    def metered(self, m, steps=0):
-        """Count what this worker spends on a member, in the entry of its first actor."""
-        started = time.perf_counter()
-        yield
-        self.arrays[m]["seconds"][self.rows.start] += time.perf_counter() - started
-        self.arrays[m]["steps"][self.rows.start] += steps
+        if "step_batch" in vars(first):  # and no subclass has another step
+            self.busy = games[0], "step_batch"
+            for game, *result in zip(games, *envs[0].step_batch(envs, actions), strict=True):
+                self.busy = game, "step_batch"
+                game.record(*result)
+        else:
+            for game, action in zip(games, actions):
+                self.busy = game, "step"
+                game.record(*game.env.step(action)[:4])
+        self.arrays[m]["steps"][self.rows] += 1
 
     def close(self):
         """Close all envs."""
@@ -1125,7 +1117,7 @@ def make_pool(args, model, seeds, num_workers, levels=None, **options):
     layout = {"obs": (D, "float32"), "next_obs": (D, "float32"), "rewards": ((), "float32")}
     layout |= {name: ((), "bool") for name in ("terminated", "truncated", "ended")}
     layout |= {"episode_return": ((), "float64"), "episode_length": ((), "int64")}
-    # What each worker has spent on simulating a member, in the entry of its first actor.
+    # What a worker spends on `step`, partners included, is in the entry of the first own game.
     layout |= {"actions": (A, actions), "seconds": ((), "float64"), "steps": ((), "float64")}
     layout = {name: ((M, N, *shape), dtype) for name, (shape, dtype) in layout.items()}
     games = functools.partial(Games, args, levels or args.levels, seeds, **options)

@@ -156,7 +156,7 @@ def test_workers_do_what_this_process_does(script, tmp_path, start_method, num_w
     def call(*command):
         for pool in pools:
             pool.call(*command)
-        for name in set(pools[0].arrays) - {"seconds", "steps"}:
+        for name in set(pools[0].arrays) - {"seconds"}:
             np.testing.assert_array_equal(*(pool.arrays[name] for pool in pools), name)
 
     try:
