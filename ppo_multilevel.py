@@ -248,8 +248,6 @@ def rollout(model, pool, level, T, args, generator):
     buffer = {name: np.empty((len(a), T, *a.shape[1:]), a.dtype) for name, a in stored.items()}
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
     noise = noise.chunk(NUM_RANKS, 1)[RANK].to(model.device)  # of this rank, for both members
-    if by_step:
-        pool.call("synchronize", level)
     for t in range(T):
         for member in pair[:1] if by_step else pair:
             act(member, noise[t])

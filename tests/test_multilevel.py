@@ -167,8 +167,11 @@ def tape(monkeypatch, coupling, num_steps):
     options = ["--levels", "1", "2", "--num-steps", "1", str(num_steps), "--coupling", coupling]
     args = ml.parse_args([*TOGETHER, "--env", env, *options, "--num-envs", "1", "--norm-adv", "off"]
                          + ["--num-workers", "0", "--num-minibatches", "1"])  # fmt: skip
-    model, pool = started(args)
     Tape.events.clear()
+    model, pool = started(args)
+    start = Tape.events[-1]
+    assert start[:2] == ("map_from", 1)
+    Tape.events[:] = [start] if coupling == "step" else []
     buffers, episodes = ml.rollout(
         model, pool, 1, args.num_steps[1], args, torch.Generator().manual_seed(0)
     )
