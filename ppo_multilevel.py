@@ -968,12 +968,12 @@ class Games:
 
     def __init__(self, args, levels, seeds, rows, arrays, **options):
         self.rows, self.arrays, self.members = slice(rows[0], rows[-1] + 1), members(arrays), []
+        self.paired = args.schedule == "together"  # a climb has no partners
         for m, member in enumerate(self.arrays):
             make = functools.partial(Game, args, levels[m // 2], **options)
-            actors = [] if m % 2 and args.schedule == "climb" else rows  # a climb has no partners
+            actors = [] if m % 2 and not self.paired else rows
             self.members.append([make(n, int(seeds[m][n]), member) for n in actors])
         self.games, self.actors = self.members[0], [*zip(*filter(None, self.members))]
-        self.maps = hasattr(self.games[0].env.unwrapped, "map_from")
 
     def call(self, command, *arguments):
         """Carry out a command; an error names the game that was busy, and what with."""
@@ -987,65 +987,54 @@ class Games:
     def start(self, states=None, shift=0):
         """Start all games from their seeds, shifted first, each partner where its fine game starts;
         actors that have one of the N `states` go on from it."""
-        starting = []
-        for i, actor in enumerate(self.actors):
-            try:
-                for game, state in zip(actor, (states or {})[actor[0].n], strict=True):
-                    game.set_state(state)
-            except Exception as error:  # of any kind, if the env's packages are others than then
-                starting.append(i)
-                if states and states[actor[0].n]:
+        for actor in self.actors:
+            if states and (kept := states[actor[0].n]):
+                try:
+                    for game, state in zip(actor, kept, strict=True):
+                        game.set_state(state)
+                    continue
+                except Exception as error:  # of any kind, if packages are others than then
                     report(f"{actor[0].name} starts a new episode: {one_line(error)}")
-        for i in starting:
-            for game in self.actors[i]:
+            for game in actor:
                 self.busy, game.seed = (game, "reset"), game.seed + shift
                 game.random = np.random.default_rng(game.seed)  # of the seeds that a pair shares
                 game.reset(game.seed)
-        for level in range(1, len(self.members) // 2 + 1):
-            if self.members[2 * level - 1]:
-                self.start_partners(level, starting)
+            for fine, partner in zip(actor[2::2], actor[1::2]) if self.paired else ():
+                self.follow(fine, partner)
 
     def get_state(self):
         """Return what `start` needs to go on with these actors, None for one that cannot tell."""
         states = [[game.get_state() for game in actor] for actor in self.actors]
         return [None if None in actor else actor for actor in states]
 
-    def start_partners(self, level, actors):
-        """Start an episode of these actors' partners at the start of the fine game's episode."""
-        for i in actors:
-            fine, partner = self.members[2 * level][i], self.members[2 * level - 1][i]
-            self.busy = partner, "reset"
-            if not self.maps:  # a common seed is what the two can have in common
-                seed = int(fine.random.integers(2**31))
-                fine.reset(seed)
-                partner.reset(seed)
-            elif not partner.arrays["ended"][partner.n]:  # else its own end has reset it
-                partner.reset()
-        if self.maps:
-            self.synchronize(level, actors)
-
-    def synchronize(self, level, actors=None):
-        """Have the partners take over the state of their fine game: ML, Algorithm 5, line 18."""
-        for i in range(len(self.games)) if actors is None else actors:
-            fine, partner = self.members[2 * level][i], self.members[2 * level - 1][i]
-            self.busy = partner, "map_from"
-            partner.env.unwrapped.map_from(fine.env.unwrapped)
-            partner.show("obs", partner.env.unwrapped.psi())
+    def follow(self, fine, partner, starts=True):
+        """Have a partner take over the state of its fine game (ML, Algorithm 5, line 18), in a new
+        episode if that one `starts`; without map_from a common seed starts both."""
+        self.busy = partner, "reset"
+        if not hasattr(partner.env.unwrapped, "map_from"):
+            seed = int(fine.random.integers(2**31))
+            fine.reset(seed)
+            return partner.reset(seed)
+        if starts and not partner.arrays["ended"][partner.n]:  # else its own end has reset it
+            partner.reset()
+        self.busy = partner, "map_from"
+        partner.env.unwrapped.map_from(fine.env.unwrapped)
+        partner.show("obs", partner.env.unwrapped.psi())
 
     def step(self, level=0, synchronize=False):
         """Step the games of a level index once, then their partners, and map these if asked to."""
-        started = time.perf_counter()
-        self.step_member(2 * level)
-        if level and self.members[2 * level - 1]:
-            self.step_member(2 * level - 1)
+        started, m = time.perf_counter(), 2 * level
+        self.step_member(m)
+        if level and self.paired:
+            self.step_member(m - 1)
             # Where the fine episode ended, the partner's ends with it and a new pair starts.
-            own, sync = (self.arrays[m] for m in (2 * level, 2 * level - 1))
+            own, sync = self.arrays[m], self.arrays[m - 1]
             ended = own["ended"][self.rows]
             sync["truncated"][self.rows] |= ended & ~sync["terminated"][self.rows]
-            self.start_partners(level, np.flatnonzero(ended))
-        if synchronize:
-            self.synchronize(level)
-        self.arrays[2 * level]["seconds"][self.rows.start] += time.perf_counter() - started
+            for fine, partner, starts in zip(self.members[m], self.members[m - 1], ended):
+                if starts or synchronize:
+                    self.follow(fine, partner, starts)
+        self.arrays[m]["seconds"][self.rows.start] += time.perf_counter() - started
 
     def step_member(self, m):
         """Step the games of a member once, together if their env can."""

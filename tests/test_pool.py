@@ -39,7 +39,6 @@ COMMANDS = {
         ["start"],
         ["step"],
         ["step", 1, False],
-        ["synchronize", 1],
         ["step", 1, True],
     ],
 }
