@@ -1028,8 +1028,7 @@ class Games:
         if level and self.paired:
             self.step_member(m - 1)
             # Where the fine episode ended, the partner's ends with it and a new pair starts.
-            own, sync = self.arrays[m], self.arrays[m - 1]
-            ended = own["ended"][self.rows]
+            ended, sync = self.arrays[m]["ended"][self.rows], self.arrays[m - 1]
             sync["truncated"][self.rows] |= ended & ~sync["terminated"][self.rows]
             for fine, partner, starts in zip(self.members[m], self.members[m - 1], ended):
                 if starts or synchronize:
