@@ -856,8 +856,7 @@ def load_make(name):
         return functools.partial(ResSim, name)
     module, _, function = name.rpartition(":")
     if not module:
-        known = ", ".join(CASES)
-        raise ValueError(f"no env '{name}'; there are {known}, file.py:make, module:make")
+        raise ValueError(f"no env '{name}'; known: {', '.join(CASES)}, file.py:make, module:make")
     if not module.endswith(".py"):
         return getattr(importlib.import_module(module), function)
     sys.path.append(str(Path(module).resolve().parent))  # of the modules that the file imports
