@@ -243,9 +243,7 @@ def rollout(model, pool, level, T, args, generator):
     by_step = paired and args.coupling == "step"
     # Views of the level's own member 2l and, if paired, of its partner 2l − 1: own first.
     arrays = {name: a[2 * level - paired : 2 * level + 1][::-1] for name, a in pool.arrays.items()}
-    pair, episodes = members(arrays), []
-    stored = {name: arrays[name] for name in (*model.stored, *STEP_RESULTS)}
-    buffer = {name: np.empty((len(a), T, *a.shape[1:]), a.dtype) for name, a in stored.items()}
+    pair, rows, episodes = members(arrays), [], []
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
     noise = noise.chunk(NUM_RANKS, 1)[RANK].to(model.device)  # of this rank, for both members
     for t in range(T):
@@ -253,13 +251,12 @@ def rollout(model, pool, level, T, args, generator):
             act(member, noise[t])
         if by_step:  # a partner takes the fine member's action
             arrays["actions"][1] = arrays["actions"][0]
-        for name in model.stored:  # what the policy saw and did
-            buffer[name][:, t] = arrays[name]
+        row = {name: arrays[name].copy() for name in model.stored}  # what the policy saw and did
         pool.call("step", level, by_step)
-        for name in STEP_RESULTS:  # what came of it
-            buffer[name][:, t] = arrays[name]
+        rows.append(row | {name: arrays[name].copy() for name in STEP_RESULTS})  # what came of it
         ends = (pair[0][name][pair[0]["ended"]] for name in ("episode_return", "episode_length"))
         episodes.append([*zip(*(column.tolist() for column in ends), strict=True)])
+    buffer = {name: np.stack([row[name] for row in rows], axis=1) for name in rows[0]}
     buffers = [gathered(finish(model, *b)) for b in zip(members(buffer), args.levels[level::-1])]
     steps = zip(*gathered_objects(episodes), strict=True)  # of all ranks
     return buffers, [episode for ranks in steps for ended in ranks for episode in ended]
