@@ -1071,17 +1071,16 @@ def measured_costs(args, model):
         pool.call("start")
         for level in reversed(range(len(levels))):  # last an iteration on the coarsest
             # Few steps: an episode's start costs more, like a reservoir's, whose field is new.
-            T = 2 if level else args.num_steps[0]
+            plan = Plan([level], [2 if level else args.num_steps[0]], [])
             seconds = pool.arrays["seconds"][2 * level]
             for _ in range(2):  # the first time includes what is done once
                 gc.collect()  # now, not while time is taken: that may be as long as an update
                 seconds[:], started = 0, time.perf_counter()
-                (buffer,), _ = rollout(model, pool, level, T, args, generator)
+                (batch,), _ = rollouts(model, pool, plan, args, generator)
                 if level == 0:
-                    batch, plan = make_batch(buffer, model.inputs, args), Plan([0], [T], [])
                     update(model, make_optimizer(model), batch, plan, args, generator)
             simulated = float(seconds.sum()) / max(1, len(pool.workers))
-            costs.insert(0, simulated / (T * seconds.size * NUM_RANKS))
+            costs.insert(0, simulated / len(batch["obs"]))
         return [*costs, max(0.0, time.perf_counter() - started - simulated)]
 
 
