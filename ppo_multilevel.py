@@ -834,9 +834,8 @@ def make_env(env_id, level, **options):
     Raises ValueError if it is none, or has spaces that the model does not know."""
     make = load_make(env_id)
     known = inspect.signature(make).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-        options = {key: value for key, value in options.items() if key in known}
-    env = make(level=level, **options)
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    env = make(level=level, **{k: x for k, x in options.items() if takes_all or k in known})
     if not isinstance(env, gym.Env):
         raise ValueError(f"{env_id} returned {env!r}, which is no Gymnasium env")
     space = env.observation_space
