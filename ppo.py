@@ -176,21 +176,18 @@ def rollout(model, pool, args, generator):
     obs, actions, logprobs, values, next_values, rewards, their discounted sums, terminated,
     truncated; and the (return, length) of the episodes that ended. Games and policy meet in
     `pool.arrays`, {name: (N, ...)}."""
-    arrays, T, episodes, act = pool.arrays, args.num_steps, [], fast_act(model)
+    arrays, T, rows, episodes, act = pool.arrays, args.num_steps, [], [], fast_act(model)
     results = ("next_obs", "rewards", "terminated", "truncated", "discounted")
-    stored = {name: arrays[name] for name in (*model.stored, *results)}
-    buffer = {name: np.empty((T, *array.shape), array.dtype) for name, array in stored.items()}
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
     noise = noise.chunk(NUM_RANKS, 1)[RANK].to(model.device)  # of this rank's games
     for t in range(T):
         act(arrays, noise[t])
-        for name in model.stored:  # what the policy saw and did
-            buffer[name][t] = arrays[name]
+        row = {name: arrays[name].copy() for name in model.stored}  # what the policy saw and did
         pool.call("step")
-        for name in results:  # what came of it
-            buffer[name][t] = arrays[name]
+        rows.append(row | {name: arrays[name].copy() for name in results})  # what came of it
         ends = (arrays[name][arrays["ended"]] for name in ("episode_return", "episode_length"))
         episodes.append([*zip(*(column.tolist() for column in ends), strict=True)])
+    buffer = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     for name in ("next_obs", "rewards", "obs"):
         for t, n, *_ in np.argwhere(~(np.abs(buffer[name]) < 1e15)):  # squares fit too
             where = f"game {n}, step {t} of the rollout"
