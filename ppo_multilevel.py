@@ -1689,15 +1689,14 @@ def compare(coarse, fine, pair):
             "ratio": ratio,  # best number of coarse steps for a fine one
         }
 
-    row = {"level": coarse["level"], "against": fine["level"]}
-    row |= coarse | jackknife(numbers, samples)
+    row = jackknife(numbers, samples)
     del row["ratio_error"]
     a, b, d = coarse["return"], fine["return"], row["difference"]
     errors = coarse["return_error"] + fine["return_error"] + row["difference_error"]
     row["kurtosis"] = ((diff - d) ** 4).mean() / (diff.var() + 1e-99) ** 2  # above 100: too few
     # |a − b + d| / 3 (σ_a + σ_b + σ_d); above 1 levels do not play in pairs as they do alone
     row["check"] = abs(a - b + d) / (3 / 1.96 * errors + 1e-6 * (abs(a) + abs(b)) + 1e-99)
-    return row
+    return {"level": coarse["level"], "against": fine["level"]} | coarse | row
 
 
 def jackknife(numbers, samples):
