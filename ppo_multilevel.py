@@ -1743,9 +1743,8 @@ def play(model, levels, args, generator):
     advantages (3, S, R); the number of `steps`, and of episodes `cut`."""
     N, L, name, results, cut = args.num_envs, len(levels), " or ".join(map(str, levels)), [], 0
     by_step, R = L > 1 and args.coupling == "step", REPEATS if L > 1 else 1
-    args = argparse.Namespace(**vars(args) | {"levels": levels, "schedule": "together"})
-    with closing(make_pool(args, model, game_seeds(args, *levels), args.num_workers)) as pool:
-        act = fast_act(model)
+    act, seeds = fast_act(model), game_seeds(args, *levels)[: 2 * L - 1]  # of the members
+    with closing(make_pool(args, model, seeds, args.num_workers, levels)) as pool:
         games = {name: array[-L:] for name, array in pool.arrays.items()}  # members: (coarse, fine)
         for number in range(ROUNDS):
             pool.call("start", None, number % R == 0)  # R times from the same starts
