@@ -1645,8 +1645,7 @@ def analyse(args):
     for level in args.levels:
         mean = jackknife(lambda x: {"return": x.mean()}, played[level,]["returns"][0, :, 0])
         alone[level] = {"level": level, "step_ms": 1e3 * costs[level]} | mean
-    rows = [compare(alone[c], alone[f], played[c, f]) for c, f in sorted(pairs)]
-    rows.append(alone[finest])
+    rows = [compare(alone[c], alone[f], played[c, f]) for c, f in sorted(pairs)] + [alone[finest]]
     widths = {n: 20 if f"{n}_error" in rows[0] else 9 for n in rows[0] if "_error" not in n}
     print("".join(name.rjust(width) for name, width in widths.items()))
     for row in rows:
