@@ -1617,8 +1617,7 @@ def analyse(args):
     for level in args.levels:
         mean = jackknife(lambda x: {"return": x.mean()}, played[level,]["returns"][0, :, 0])
         alone[level] = {"level": level, "step_ms": 1e3 * costs[level]} | mean
-    rows = [compare(alone[c], alone[f], played[c, f]) for c, f in sorted(pairs)]
-    rows.append(alone[finest])
+    rows = [compare(alone[c], alone[f], played[c, f]) for c, f in sorted(pairs)] + [alone[finest]]
     widths = {n: 20 if f"{n}_error" in rows[0] else 9 for n in rows[0] if "_error" not in n}
     print("".join(name.rjust(width) for name, width in widths.items()))
     for row in rows:
@@ -1661,15 +1660,14 @@ def compare(coarse, fine, pair):
             "ratio": ratio,  # best number of coarse steps for a fine one
         }
 
-    row = {"level": coarse["level"], "against": fine["level"]}
-    row |= coarse | jackknife(numbers, samples)
+    row = jackknife(numbers, samples)
     del row["ratio_error"]
     a, b, d = coarse["return"], fine["return"], row["difference"]
     errors = coarse["return_error"] + fine["return_error"] + row["difference_error"]
     row["kurtosis"] = ((diff - d) ** 4).mean() / (diff.var() + 1e-99) ** 2  # above 100: too few
     # |a − b + d| / 3 (σ_a + σ_b + σ_d); above 1 levels do not play in pairs as they do alone
     row["check"] = abs(a - b + d) / (3 / 1.96 * errors + 1e-6 * (abs(a) + abs(b)) + 1e-99)
-    return row
+    return {"level": coarse["level"], "against": fine["level"]} | coarse | row
 
 
 def jackknife(numbers, samples):
@@ -1716,9 +1714,8 @@ def play(model, levels, args, generator):
     advantages (3, S, R); the number of `steps`, and of episodes `cut`."""
     N, L, name, results, cut = args.num_envs, len(levels), " or ".join(map(str, levels)), [], 0
     by_step, R = L > 1 and args.coupling == "step", REPEATS if L > 1 else 1
-    args = argparse.Namespace(**vars(args) | {"levels": levels, "schedule": "together"})
-    with closing(make_pool(args, model, game_seeds(args, *levels), args.num_workers)) as pool:
-        act = fast_act(model)
+    act, seeds = fast_act(model), game_seeds(args, *levels)[: 2 * L - 1]  # of the members
+    with closing(make_pool(args, model, seeds, args.num_workers, levels)) as pool:
         games = {name: array[-L:] for name, array in pool.arrays.items()}  # members: (coarse, fine)
         for number in range(ROUNDS):
             pool.call("start", None, number % R == 0)  # R times from the same starts
