@@ -1427,8 +1427,7 @@ class Run(AbstractContextManager):
         """Write RUN_DIR/checkpoint.pt, all that a resumed run needs; all ranks call this."""
         games, file = None, io.BytesIO()
         if with_games:
-            arrays = {name: array for name, array in self.pool.arrays.items() if name[0] != "*"}
-            games = gathered_objects((arrays, sum(self.pool.call("get_state"), [])))
+            games = gathered_objects((self.pool.arrays, sum(self.pool.call("get_state"), [])))
             games = torch.frombuffer(bytearray(pickle.dumps(games)), dtype=torch.uint8)
         if RANK == 0:
             self.events.flush()  # a checkpoint must not be ahead of TensorBoard's file
