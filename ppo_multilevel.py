@@ -114,7 +114,7 @@ def make_parser():
     option("--total-cost", positive, None, "in finest-level steps; None: a climb's, by --env")
     text = "seconds of a step on each level, all workers together, and of an update; None: measured"
     option("--level-costs", positive, None, text, nargs="+")
-    option("--check-episodes", number(int, 2, 100_000), 16, "of each check of a climb")
+    option("--check-episodes", number(int, 2, 100_000), 16, "of a climb's check, at least 1 a rank")
     text = "no training: print which levels pay, by this run's policy or else by the initial one"
     option("--analyse", str, None, text, nargs="?", const="", metavar="RUN_DIR")
     option("--eval-level", count, None, "level of evaluations, if not the last")
@@ -1503,8 +1503,9 @@ def make_eval_pool(args, model, episodes=None, **options):
 
 
 def make_check_pool(args, model):
-    """Return the pool of this rank's games of a check, on the finest level."""
-    seeds = np.split(CHECK_SEED + np.arange(args.check_episodes), NUM_RANKS)[RANK][np.newaxis]
+    """Return the pool of this rank's games of a check, on the finest level; at least one game."""
+    episodes = np.arange(max(args.check_episodes, NUM_RANKS))
+    seeds = CHECK_SEED + np.array_split(episodes, NUM_RANKS)[RANK][np.newaxis]
     pool = make_pool(args, model, seeds, args.num_workers, args.levels[-1:], validation=True)
     pool.arrays = members(pool.arrays)[0]
     return pool
@@ -2186,8 +2187,6 @@ def parse_args(argv=None):
     for name in ("coupling", "correction", "control"):
         if climbs and getattr(args, name) != parser.get_default(name):
             parser.error(f"argument --{name}: only with --schedule together")
-    if climbs and args.check_episodes % NUM_RANKS:
-        parser.error(f"argument --check-episodes: {NUM_RANKS} ranks must share them equally")
     if args.num_steps[1:] == (["auto"] if paired else []):  # the last one is for all others
         args.num_steps = args.num_steps[:1] + args.num_steps[-1:] * (L - 1)
     if len(args.num_steps) != L or "auto" in args.num_steps[: 1 if paired else L]:

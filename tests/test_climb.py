@@ -333,6 +333,20 @@ def test_checks_have_fields_of_their_own(run):
     assert len(np.unique(envs[0].grid.perm.reshape(16, -1), axis=0)) == 16
 
 
+@pytest.mark.parametrize("ranks, shares", [(2, [2, 2]), (3, [2, 1, 1]), (6, [1] * 6)])
+def test_ranks_share_the_games_of_a_check(run, monkeypatch, ranks, shares):
+    """Each rank has other fields, as many as the others or one more, and at least one."""
+    fields = []
+    monkeypatch.setattr(ml, "NUM_RANKS", ranks)
+    for rank, share in enumerate(shares):
+        monkeypatch.setattr(ml, "RANK", rank)
+        with ml.closing(ml.make_check_pool(run.args, run.model)) as pool:
+            pool.call("start")
+            fields.append([game.env.field for game in pool.games.games])
+        assert len(fields[rank]) == share
+    assert sum(fields, []) == [*range(sum(shares))]
+
+
 @pytest.mark.parametrize("last", [3, 14, 30])
 def test_resume_in_the_middle_of_a_climb(run, tmp_path, last):
     """Stopped in an iteration and resumed, the run is the uninterrupted one."""
