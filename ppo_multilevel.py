@@ -105,8 +105,7 @@ def make_parser():
     text = "climb: one level at a time; together: all in each iteration (by default rate 3e-5, 10 "
     text += "epochs, KL 0.05, 200 iterations); None: climb if there are several levels"
     option("--schedule", str, None, text, choices=("climb", "together"))
-    text = "those to use, coarse to fine; []: a built-in case's (together: two)"
-    option("--levels", count, [], text, nargs="+")
+    option("--levels", count, [], "coarse to fine; []: a built-in case's (together: 2)", nargs="+")
     text = "T^l, steps per actor and iteration: one per level; of a climb also one for all; of "
     text += "together also 'T auto': T on the coarsest level, the rest by costs and variances"
     option("--num-steps", or_auto(count), [50], text, nargs="+")
