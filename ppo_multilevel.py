@@ -1229,6 +1229,7 @@ def averaged(tensor):
 # ------------------------------------------------------------------------------------ run folder
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
 COUNTERS |= {"sim_seconds": 0.0, "sim_cost": 0.0}
+LENGTHS = dict(num_iterations="iteration", total_timesteps="global_step", total_cost="sim_cost")
 CHARTS = "episodic_return episodic_length eval_return eval_cut learning_rate".split()
 CHARTS += ["check_return", "level"]
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
@@ -1308,12 +1309,9 @@ class Run(AbstractContextManager):
         return going
 
     def share_done(self):
-        """Return which share of the run's length is complete."""
-        if self.args.num_iterations:
-            return self.iteration / self.args.num_iterations
-        if self.args.total_timesteps:
-            return self.counters["global_step"] / self.args.total_timesteps
-        return self.counters["sim_cost"] / self.args.total_cost
+        """Return which share of the run's length is complete, in the first unit that is given."""
+        lengths = [(counter, getattr(self.args, option)) for option, counter in LENGTHS.items()]
+        return next(self.counters[counter] / length for counter, length in lengths if length)
 
     def charge(self, pool):
         """Count what a pool's games have simulated since the last time, on all ranks. Returns its
@@ -2222,8 +2220,8 @@ def parse_with_run(parser, argv):
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
             if options.keys() != vars(args).keys() - NOT_KEPT:
                 raise ValueError("its options are not those of this script")
-            if args.total_timesteps or args.num_iterations or args.total_cost:
-                options |= dict.fromkeys(("total_timesteps", "num_iterations", "total_cost"))
+            if any(getattr(args, name) for name in LENGTHS):
+                options |= dict.fromkeys(LENGTHS)
             parser.set_defaults(**options)
             args = parser.parse_args(argv)
             free = MAY_ANALYSE if args.analyse else MAY_CHANGE + " eval_level" * bool(args.eval)
