@@ -92,11 +92,10 @@ from torch import nn
 
 # ------------------------------------------------------------------------------------ options
 def make_parser():
-    """Return the parser of the command line."""
-    style = argparse.ArgumentDefaultsHelpFormatter  # no usage: an error is one line
+    """Return the parser of the command line; without usage, so that an error is one line."""
+    style, about = argparse.ArgumentDefaultsHelpFormatter, __doc__.partition("\n")[0]
     options = {"usage": argparse.SUPPRESS, "formatter_class": style, "allow_abbrev": False}
-    options["description"] = __doc__.partition("\n")[0]
-    parser = argparse.ArgumentParser(Path(__file__).name, **options)
+    parser = argparse.ArgumentParser(Path(__file__).name, description=about, **options)
     add_common_options(parser)
     add_network_options(parser)
     option = functools.partial(add_option, parser.add_argument_group("ppo_multilevel.py"))
