@@ -985,8 +985,7 @@ class Run(AbstractContextManager):
 
     def open_files(self):
         """Write config.json, open progress.csv and TensorBoard's file."""
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, only training needs it
-        from torch.utils.tensorboard.summary import hparams
+        from torch.utils.tensorboard import SummaryWriter, summary  # slow, and for training only
 
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = {name: value for name, value in vars(self.args).items() if name not in NOT_KEPT}
@@ -1003,7 +1002,7 @@ class Run(AbstractContextManager):
         self.events = SummaryWriter(str(self.run_dir), purge_step=self.counters["global_step"] + 1)
         self.stack.callback(self.events.close)
         plain = {k: v if type(v) in (int, float) else str(v) for k, v in options.items()}
-        self.events.file_writer.add_summary(hparams(plain, {})[1])  # add_hparams makes a second run
+        self.events.file_writer.add_summary(summary.hparams(plain, {})[1])  # add_hparams: a new run
         self.args.quiet or self.stack.callback(print, f"run folder: {self.run_dir}")
 
     def save(self, with_games=True):
