@@ -2245,8 +2245,8 @@ def parse_with_run(parser, argv):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if args.analyse is not None and (args.resume or args.eval):
         parser.error("argument --analyse: not with --resume, --eval")
-    if (args.eval or args.analyse is not None) and NUM_RANKS > 1:
-        parser.error("argument --eval, --analyse: take one process, not torchrun")
+    if args.analyse is not None and NUM_RANKS > 1:
+        parser.error("argument --analyse: takes one process, not torchrun")
     if args.export_onnx:
         import onnx  # noqa: F401, torch needs it for that
     if run_dir := args.resume or args.eval or args.analyse:
