@@ -796,10 +796,9 @@ def fast_act(model):
     discrete = type(head) is Categorical
     plain = len(head.options) == 1 if discrete else type(head) is Gaussian and head.lower is None
     plain &= model.inputs == ("obs",) and model.device.type == "cpu"
-    if not plain or not all(isinstance(layer, (nn.Linear, nn.Tanh)) for layer in layers):
+    if not plain or [type(x) for x in layers[:-1]] != [nn.Linear, nn.Tanh] * (len(layers) // 2):
         return model.act
-    layers = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    *hidden, last = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in layers]
+    *hidden, last = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in layers[::2]]
     sigma = None if discrete else head.log_std.detach().exp().numpy()
     moments = isinstance(norm, RunningNorm) and (norm.mean.numpy(), norm.std.numpy())
 
