@@ -751,11 +751,10 @@ def game_seeds(args, starts):
 def make_pool(args, model, seeds, num_workers, **options):
     """Return the pool of one game per seed, with arrays for what the model sees and does."""
     D, A, S = (model.obs_dim,), model.head.shape, (model.memory.size,) if model.memory else ()
-    actions = "int64" if num_options(model.action_space) else "float32"
-    layout = {"obs": (D, "float32"), "next_obs": (D, "float32"), "actions": (A, actions)}
-    layout |= {"state": (S, "float32"), "next_state": (S, "float32")}
+    floats = {"obs": D, "next_obs": D, "state": S, "next_state": S, "rewards": (), "discounted": ()}
+    layout = {name: (shape, "float32") for name, shape in floats.items()}
+    layout |= {"actions": (A, "int64" if num_options(model.action_space) else "float32")}
     layout |= {name: ((), "bool") for name in ("terminated", "truncated", "ended", "starts")}
-    layout |= {name: ((), "float32") for name in ("rewards", "discounted")}
     layout |= {"episode_return": ((), "float64"), "episode_length": ((), "int64")}
     layout |= {"action_mask": ((model.head.n,), "bool")} if args.action_masks else {}
     layout = {name: ((len(seeds), *shape), dtype) for name, (shape, dtype) in layout.items()}
