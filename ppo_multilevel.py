@@ -749,12 +749,11 @@ class RunningNorm(nn.Module):
 
     def update(self, rows):
         """Take in rows (M, ...): two sets' moments are combined as in Chan et al. 1983."""
-        total, delta = self.count + len(rows), rows.mean(dim=0) - self.mean
-        share = len(rows) / total
+        self.count += len(rows)
+        share, delta = len(rows) / self.count, rows.mean(dim=0) - self.mean
         within = self.var * (1 - share) + rows.var(dim=0, correction=0) * share
         self.var.copy_(within + delta.square() * share * (1 - share))
         self.mean += delta * share
-        self.count.copy_(total)
 
     def forward(self, x):
         """(x − μ) / σ, cut at ±cut."""
