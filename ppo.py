@@ -1047,12 +1047,11 @@ def run_path(args):
 
 def write_file(path, content):
     """Write bytes to a file atomically: whoever dies here, or finds no room, leaves the old one."""
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
+    with path.with_suffix(".partial").open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, path)
+    os.replace(file.name, path)
 
 
 def load_checkpoint(run_dir):
