@@ -602,18 +602,17 @@ def make_optimizer(model, split=False):
 
 # ------------------------------------------------------------------------------------ games
 def make_env(env_id, **options):
-    """Return the env, observations as vectors; ValueError for spaces that the model lacks."""
+    """Return the env, observations as vectors; ValueError if its observations cannot be."""
     env, Box = gym.make(env_id, **options), gym.spaces.Box
     if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     if not isinstance(env.observation_space, Box):
         raise ValueError(f"not supported: observation space {env.observation_space}")
-    num_options(env.action_space)
     return env
 
 
 def num_options(space):
-    """Return how many options each choice of an action has; [] for a Box of floats."""
+    """Return each choice's number of options, [] for a Box of floats; ValueError for another."""
     if isinstance(space, gym.spaces.Box) and space.dtype.kind == "f":
         return []
     if isinstance(space, gym.spaces.Discrete):

@@ -867,7 +867,7 @@ def load_make(name):
 
 
 def num_options(space):
-    """Return how many options each choice of an action has; [] for a Box of floats."""
+    """Return each choice's number of options, [] for a Box of floats; ValueError for another."""
     if isinstance(space, gym.spaces.Box) and space.dtype.kind == "f":
         return []
     if isinstance(space, gym.spaces.Discrete):
