@@ -62,11 +62,10 @@ from torch import nn
 
 # ------------------------------------------------------------------------------------ options
 def make_parser():
-    """Return the parser of the command line."""
-    style = argparse.ArgumentDefaultsHelpFormatter  # no usage: an error is one line
+    """Return the parser of the command line; without usage, so that an error is one line."""
+    style, about = argparse.ArgumentDefaultsHelpFormatter, __doc__.partition("\n")[0]
     options = {"usage": argparse.SUPPRESS, "formatter_class": style, "allow_abbrev": False}
-    options["description"] = __doc__.partition("\n")[0]
-    parser = argparse.ArgumentParser(Path(__file__).name, **options)
+    parser = argparse.ArgumentParser(Path(__file__).name, description=about, **options)
     add_common_options(parser)
     add_network_options(parser)
     option = functools.partial(add_option, parser.add_argument_group("ppo.py"))
@@ -532,12 +531,11 @@ class RunningNorm(nn.Module):
 
     def update(self, rows):
         """Take in rows (M, ...): two sets' moments are combined as in Chan et al. 1983."""
-        total, delta = self.count + len(rows), rows.mean(dim=0) - self.mean
-        share = len(rows) / total
+        self.count += len(rows)
+        share, delta = len(rows) / self.count, rows.mean(dim=0) - self.mean
         within = self.var * (1 - share) + rows.var(dim=0, correction=0) * share
         self.var.copy_(within + delta.square() * share * (1 - share))
         self.mean += delta * share
-        self.count.copy_(total)
 
     def forward(self, x):
         """(x − μ) / σ, cut at ±cut."""
@@ -564,10 +562,9 @@ def fast_act(model):
     discrete = type(head) is Categorical
     plain = len(head.options) == 1 if discrete else type(head) is Gaussian and head.lower is None
     plain &= model.inputs == ("obs",) and model.device.type == "cpu"
-    if not plain or not all(isinstance(layer, (nn.Linear, nn.Tanh)) for layer in layers):
+    if not plain or [type(x) for x in layers[:-1]] != [nn.Linear, nn.Tanh] * (len(layers) // 2):
         return model.act
-    layers = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    *hidden, last = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in layers]
+    *hidden, last = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in layers[::2]]
     sigma = None if discrete else head.log_std.detach().exp().numpy()
     moments = isinstance(norm, RunningNorm) and (norm.mean.numpy(), norm.std.numpy())
 
@@ -602,18 +599,17 @@ def make_optimizer(model, split=False):
 
 # ------------------------------------------------------------------------------------ games
 def make_env(env_id, **options):
-    """Return the env, observations as vectors; ValueError for spaces that the model lacks."""
+    """Return the env, observations as vectors; ValueError if its observations cannot be."""
     env, Box = gym.make(env_id, **options), gym.spaces.Box
     if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     if not isinstance(env.observation_space, Box):
         raise ValueError(f"not supported: observation space {env.observation_space}")
-    num_options(env.action_space)
     return env
 
 
 def num_options(space):
-    """Return how many options each choice of an action has; [] for a Box of floats."""
+    """Return each choice's number of options, [] for a Box of floats; ValueError for another."""
     if isinstance(space, gym.spaces.Box) and space.dtype.kind == "f":
         return []
     if isinstance(space, gym.spaces.Discrete):
@@ -750,11 +746,10 @@ def game_seeds(args, starts):
 def make_pool(args, model, seeds, num_workers, **options):
     """Return the pool of one game per seed, with arrays for what the model sees and does."""
     D, A, S = (model.obs_dim,), model.head.shape, (model.memory.size,) if model.memory else ()
-    actions = "int64" if num_options(model.action_space) else "float32"
-    layout = {"obs": (D, "float32"), "next_obs": (D, "float32"), "actions": (A, actions)}
-    layout |= {"state": (S, "float32"), "next_state": (S, "float32")}
+    floats = {"obs": D, "next_obs": D, "state": S, "next_state": S, "rewards": (), "discounted": ()}
+    layout = {name: (shape, "float32") for name, shape in floats.items()}
+    layout |= {"actions": (A, "int64" if num_options(model.action_space) else "float32")}
     layout |= {name: ((), "bool") for name in ("terminated", "truncated", "ended", "starts")}
-    layout |= {name: ((), "float32") for name in ("rewards", "discounted")}
     layout |= {"episode_return": ((), "float64"), "episode_length": ((), "int64")}
     layout |= {"action_mask": ((model.head.n,), "bool")} if args.action_masks else {}
     layout = {name: ((len(seeds), *shape), dtype) for name, (shape, dtype) in layout.items()}
@@ -983,8 +978,7 @@ class Run(AbstractContextManager):
 
     def open_files(self):
         """Write config.json, open progress.csv and TensorBoard's file."""
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, only training needs it
-        from torch.utils.tensorboard.summary import hparams
+        from torch.utils.tensorboard import SummaryWriter, summary  # slow, and for training only
 
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = {name: value for name, value in vars(self.args).items() if name not in NOT_KEPT}
@@ -1001,7 +995,7 @@ class Run(AbstractContextManager):
         self.events = SummaryWriter(str(self.run_dir), purge_step=self.counters["global_step"] + 1)
         self.stack.callback(self.events.close)
         plain = {k: v if type(v) in (int, float) else str(v) for k, v in options.items()}
-        self.events.file_writer.add_summary(hparams(plain, {})[1])  # add_hparams makes a second run
+        self.events.file_writer.add_summary(summary.hparams(plain, {})[1])  # add_hparams: a new run
         self.args.quiet or self.stack.callback(print, f"run folder: {self.run_dir}")
 
     def save(self, with_games=True):
@@ -1049,12 +1043,11 @@ def run_path(args):
 
 def write_file(path, content):
     """Write bytes to a file atomically: whoever dies here, or finds no room, leaves the old one."""
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
+    with path.with_suffix(".partial").open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, path)
+    os.replace(file.name, path)
 
 
 def load_checkpoint(run_dir):
@@ -1211,8 +1204,6 @@ def parse_with_run(parser, argv):
     args = parser.parse_args(argv)
     if not args.eval and (args.sample or args.video or args.export_onnx):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
-    if args.eval and NUM_RANKS > 1:
-        parser.error("argument --eval: takes one process, not torchrun")
     if args.export_onnx:
         import onnx  # noqa: F401, torch needs it for that
     if run_dir := args.resume or args.eval:

@@ -60,11 +60,10 @@ from torch import nn
 
 # ------------------------------------------------------------------------------------ options
 def make_parser():
-    """Return the parser of the command line."""
-    style = argparse.ArgumentDefaultsHelpFormatter  # no usage: an error is one line
+    """Return the parser of the command line; without usage, so that an error is one line."""
+    style, about = argparse.ArgumentDefaultsHelpFormatter, __doc__.partition("\n")[0]
     options = {"usage": argparse.SUPPRESS, "formatter_class": style, "allow_abbrev": False}
-    options["description"] = __doc__.partition("\n")[0]
-    parser = argparse.ArgumentParser(Path(__file__).name, **options)
+    parser = argparse.ArgumentParser(Path(__file__).name, description=about, **options)
     add_common_options(parser)
     option = functools.partial(add_option, parser.add_argument_group("ppo_atari.py"))
     probability, precisions = number(float, 0, 1), ("auto", "fp32", "bf16")
@@ -884,8 +883,7 @@ class Run(AbstractContextManager):
 
     def open_files(self):
         """Write config.json, open progress.csv and TensorBoard's file."""
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, only training needs it
-        from torch.utils.tensorboard.summary import hparams
+        from torch.utils.tensorboard import SummaryWriter, summary  # slow, and for training only
 
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = {name: value for name, value in vars(self.args).items() if name not in NOT_KEPT}
@@ -902,7 +900,7 @@ class Run(AbstractContextManager):
         self.events = SummaryWriter(str(self.run_dir), purge_step=self.counters["global_step"] + 1)
         self.stack.callback(self.events.close)
         plain = {k: v if type(v) in (int, float) else str(v) for k, v in options.items()}
-        self.events.file_writer.add_summary(hparams(plain, {})[1])  # add_hparams makes a second run
+        self.events.file_writer.add_summary(summary.hparams(plain, {})[1])  # add_hparams: a new run
         self.args.quiet or self.stack.callback(print, f"run folder: {self.run_dir}")
 
     def save(self, with_games=True):
@@ -950,12 +948,11 @@ def run_path(args):
 
 def write_file(path, content):
     """Write bytes to a file atomically: whoever dies here, or finds no room, leaves the old one."""
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
+    with path.with_suffix(".partial").open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, path)
+    os.replace(file.name, path)
 
 
 def load_checkpoint(run_dir):
@@ -1108,8 +1105,6 @@ def parse_with_run(parser, argv):
     args = parser.parse_args(argv)
     if not args.eval and (args.sample or args.video or args.export_onnx):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
-    if args.eval and NUM_RANKS > 1:
-        parser.error("argument --eval: takes one process, not torchrun")
     if args.export_onnx:
         import onnx  # noqa: F401, torch needs it for that
     if run_dir := args.resume or args.eval:

@@ -250,7 +250,7 @@ def test_wrong_options(tmp_path, capsys, options, words):
 
 
 def test_one_process_only(monkeypatch, tmp_path, capsys):
-    """torchrun is refused, as it is for --eval."""
+    """torchrun is refused."""
     monkeypatch.setattr(ml, "NUM_RANKS", 2)
     with pytest.raises(SystemExit):
         ml.parse_args(["--analyse", "--log-dir", str(tmp_path)])
