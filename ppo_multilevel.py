@@ -389,25 +389,23 @@ def update(model, optimizer, batch, plan, args, generator):
     coarsest = args.num_envs * num_steps[0]  # number of the coarsest level's rows
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"], coarsest)}
-    coarsest //= args.num_minibatches  # M^1
     epochs = (minibatches(*sizes, generator) for _ in range(args.update_epochs))
     for mb_rows in itertools.chain.from_iterable(epochs):  # (S,)
         mb = {name: column[mb_rows] for name, column in batch.items()}
         if args.norm_adv == "minibatch":
-            mb["advantages"] = normalised(mb["advantages"], coarsest)
+            mb["advantages"] = normalised(mb["advantages"], coarsest // args.num_minibatches)
         mb = {name: column[own] for name, column in mb.items()}
         if bounded:  # so that min(·) sees the signed advantage; its own weight is 1 then
             mb["advantages"] = weights * mb["advantages"]
         *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
         # ML, Algorithm 4: loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}]
-        terms = [(w * term).mean() for w, term in zip(term_weights, terms)]
-        pg_loss, v_loss, entropy = terms
+        pg_loss, v_loss, entropy = [(w * term).mean() for w, term in zip(term_weights, terms)]
         loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
         logratio = logratio[weights > 0]
         ratio = logratio.exp()
         approx_kl = (ratio - 1 - logratio).mean()  # estimates KL(π_old, π) without bias, ≥ 0
         clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
-        row = torch.stack([*terms, approx_kl, clipfrac]).detach()
+        row = torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach()
         seen.append(averaged(row))
         if args.target_kl is not None and row[3] > args.target_kl:
             break
