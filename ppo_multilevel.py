@@ -493,9 +493,7 @@ class Climb:
         self.args, self.level, self.refit = args, 0, not args.norm_obs
         self.best = self.adam = self.returns = None  # by the best check, whose returns are (E,)
         self.time = self.unchecked = 0.0  # seconds in all, since the last check
-        self.window = self.spent = 0.0  # the length of the window, and what has passed of it
-        self.kind, self.before = "", None  # "trial", "chance" or ""; best returns when it began
-        self.home, self.rate, self.tried = 0, 0.0, 0.0  # level and rate before it; the last trial
+        self.home, self.rate, self.tried = 0, 0.0, 0.0  # level and rate before, time of a trial
         self.paid = [False] * len(args.levels)  # which levels have been productive
 
     def plan(self):
@@ -556,23 +554,21 @@ class Climb:
         elif not productive and level < last:
             self.go(run, above, rate, "up: no more than noise")
         else:
-            self.kind = ""
             self.start()
 
     def go(self, run, level, rate, why, kind="", window=None):
         """Go to a level, from the best parameters, for a window of so many seconds, or as usual."""
         names, found = self.args.levels, f"{rate:.2g} per second, best {self.returns.mean():.4f}"
         run.say(f"level {names[self.level]} → {names[level]}, {why} ({found})")
-        self.kind, self.home, self.rate = kind, self.level, rate
-        self.level, self.refit = level, True
+        self.home, self.rate, self.level, self.refit = self.level, rate, level, True
         run.model.load_state_dict(self.best)
         run.optimizer.load_state_dict(copy.deepcopy(self.adam))  # which goes on from these tensors
-        self.start(window)
+        self.start(kind, window)
 
-    def start(self, window=None):
-        """Start a window on the level."""
-        self.window, self.spent = window or self.usual(self.level), 0.0
-        self.before = self.returns
+    def start(self, kind="", window=None):
+        """Start a window on the level: a "trial", a "chance" or, kind "", neither."""
+        self.kind, self.before = kind, self.returns  # the best ones before
+        self.window, self.spent = window or self.usual(self.level), 0.0  # its seconds, those gone
 
     def usual(self, level):
         """Return how long a window on a level is."""
