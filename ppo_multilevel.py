@@ -382,25 +382,23 @@ def update(model, optimizer, batch, plan, args, generator):
     coarsest = args.num_envs * num_steps[0]  # number of the coarsest level's rows
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"], coarsest)}
-    coarsest //= args.num_minibatches  # M^1
     epochs = (minibatches(*sizes, generator) for _ in range(args.update_epochs))
     for mb_rows in itertools.chain.from_iterable(epochs):  # (S,)
         mb = {name: column[mb_rows] for name, column in batch.items()}
         if args.norm_adv == "minibatch":
-            mb["advantages"] = normalised(mb["advantages"], coarsest)
+            mb["advantages"] = normalised(mb["advantages"], coarsest // args.num_minibatches)
         mb = {name: column[own] for name, column in mb.items()}
         if bounded:  # so that min(·) sees the signed advantage; its own weight is 1 then
             mb["advantages"] = weights * mb["advantages"]
         *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
         # ML, Algorithm 4: loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}]
-        terms = [(w * term).mean() for w, term in zip(term_weights, terms)]
-        pg_loss, v_loss, entropy = terms
+        pg_loss, v_loss, entropy = [(w * term).mean() for w, term in zip(term_weights, terms)]
         loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
         logratio = logratio[weights > 0]
         ratio = logratio.exp()
         approx_kl = (ratio - 1 - logratio).mean()  # estimates KL(π_old, π) without bias, ≥ 0
         clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
-        row = torch.stack([*terms, approx_kl, clipfrac]).detach()
+        row = torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach()
         seen.append(averaged(row))
         if args.target_kl is not None and row[3] > args.target_kl:
             break
@@ -488,9 +486,7 @@ class Climb:
         self.args, self.level, self.refit = args, 0, not args.norm_obs
         self.best = self.adam = self.returns = None  # by the best check, whose returns are (E,)
         self.time = self.unchecked = 0.0  # seconds in all, since the last check
-        self.window = self.spent = 0.0  # the length of the window, and what has passed of it
-        self.kind, self.before = "", None  # "trial", "chance" or ""; best returns when it began
-        self.home, self.rate, self.tried = 0, 0.0, 0.0  # level and rate before it; the last trial
+        self.home, self.rate, self.tried = 0, 0.0, 0.0  # level and rate before, time of a trial
         self.paid = [False] * len(args.levels)  # which levels have been productive
 
     def plan(self):
@@ -551,23 +547,21 @@ class Climb:
         elif not productive and level < last:
             self.go(run, above, rate, "up: no more than noise")
         else:
-            self.kind = ""
             self.start()
 
     def go(self, run, level, rate, why, kind="", window=None):
         """Go to a level, from the best parameters, for a window of so many seconds, or as usual."""
         names, found = self.args.levels, f"{rate:.2g} per second, best {self.returns.mean():.4f}"
         run.say(f"level {names[self.level]} → {names[level]}, {why} ({found})")
-        self.kind, self.home, self.rate = kind, self.level, rate
-        self.level, self.refit = level, True
+        self.home, self.rate, self.level, self.refit = self.level, rate, level, True
         run.model.load_state_dict(self.best)
         run.optimizer.load_state_dict(copy.deepcopy(self.adam))  # which goes on from these tensors
-        self.start(window)
+        self.start(kind, window)
 
-    def start(self, window=None):
-        """Start a window on the level."""
-        self.window, self.spent = window or self.usual(self.level), 0.0
-        self.before = self.returns
+    def start(self, kind="", window=None):
+        """Start a window on the level: a "trial", a "chance" or, kind "", neither."""
+        self.kind, self.before = kind, self.returns  # the best ones before
+        self.window, self.spent = window or self.usual(self.level), 0.0  # its seconds, those gone
 
     def usual(self, level):
         """Return how long a window on a level is."""
