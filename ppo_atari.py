@@ -785,7 +785,7 @@ CHARTS = "episodic_return episodic_length eval_return eval_cut learning_rate".sp
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
 TAGS = {"sps": "charts/SPS"} | {name: f"charts/{name}" for name in CHARTS}  # of TensorBoard
 TAGS |= {name: f"losses/{name}" for name in LOSSES}
-COLUMNS = [*COUNTERS, *TAGS]  # of progress.csv
+COLUMNS = [*(COUNTERS | TAGS)]  # of progress.csv
 
 
 class Run(AbstractContextManager):

@@ -60,7 +60,6 @@ import gc
 import importlib.util
 import inspect
 import io
-import itertools
 import json
 import math
 import multiprocessing.connection
@@ -74,7 +73,6 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -193,24 +191,23 @@ def train(args, rule=None):
     rule = rule or {"climb": Climb, "together": Together}[args.schedule](args)
     with Run(args, model, optimizer, generator, rule) as run:
         while run.goes_on():
+            rate = args.learning_rate * (1 - run.share_done() if args.anneal_lr else 1)
             for group in optimizer.param_groups:
-                anneal = 1 - run.share_done() if args.anneal_lr else 1
-                group["lr"] = args.learning_rate * anneal
+                group["lr"] = rate
             plan = rule.plan()  # the levels of this iteration: one of a climb, all if together
             # Sample: T^l steps on each of them; if together, above the coarsest in pairs.
             batches, episodes = rollouts(model, run.pool, plan, args, generator)
             batch = {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
-            row = {"explained_variance": explained_variance(batches[0])}
+            row = {"explained_variance": explained_variance(batches[0]), "learning_rate": rate}
             if args.norm_value:
                 normalise_values(model, batch, batches[0]["returns"])
             if plan.refit:
                 refit_values(model, batch)
-            run.charge(run.pool)
             # Learn: K epochs of minibatch steps down the telescoping sum of the levels' losses.
             row |= update(model, optimizer, batch, plan, args, generator)
             if args.norm_obs:  # after the update: within it, π_old is the policy that sampled
                 model.obs_norm.update(torch.cat([b["obs"] for b in batches[::2]]))  # own rows
-            row |= run.count(len(batch["obs"]))
+            run.charge(run.pool, iteration=1, global_step=len(batch["obs"]))
             row |= rule.review(run, batches)  # a climb may check the policy, and change its level
             run.end_iteration(row, dict(zip(plan.levels, episodes)), len(batch["obs"]))
     return run
@@ -382,8 +379,8 @@ def update(model, optimizer, batch, plan, args, generator):
     coarsest = args.num_envs * num_steps[0]  # number of the coarsest level's rows
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"], coarsest)}
-    epochs = (minibatches(*sizes, generator) for _ in range(args.update_epochs))
-    for mb_rows in itertools.chain.from_iterable(epochs):  # (S,)
+    epochs = range(args.update_epochs)
+    for mb_rows in (rows for _ in epochs for rows in minibatches(*sizes, generator)):  # (S,)
         mb = {name: column[mb_rows] for name, column in batch.items()}
         if args.norm_adv == "minibatch":
             mb["advantages"] = normalised(mb["advantages"], coarsest // args.num_minibatches)
@@ -531,19 +528,18 @@ class Climb:
         level, last, rate = self.level, len(self.args.levels) - 1, gain / self.spent
         productive, above = gain > self.ERRORS * error, min(level + 1, last)
         self.paid[level] = self.kind != "chance" and (productive or self.paid[level])
-        chances = [i for i in range(above) if self.paid[i]]
-        cheaper = [i for i in chances if i < level] or chances  # this level has one if no other has
-        cost = self.usual(above)
-        due = cost <= self.SHARE * (self.time - self.tried)
+        # Where a last chance may be, the nearest last: here only if nothing cheaper was productive
+        chances = [i for i in (level, *range(level)) if self.paid[i] and i < last]
+        cost, spared = self.usual(above), self.SHARE * (self.time - self.tried)  # of a trial
         if self.kind == "trial" and rate <= self.rate:
             self.go(run, self.home, rate, "back: less than there")
         elif self.kind == "chance" and not productive:
             self.go(run, min(self.home + 1, last), rate, "up: the last chance was missed")
-        elif productive and not self.kind and level < last and due:
+        elif productive and not self.kind and level < last and cost <= spared:
             self.tried = self.time + cost
             self.go(run, above, rate, "a trial", "trial", cost)
-        elif not productive and cheaper:
-            self.go(run, cheaper[-1], rate, "a last chance: no more than noise", "chance", cost)
+        elif not productive and chances:
+            self.go(run, chances[-1], rate, "a last chance: no more than noise", "chance", cost)
         elif not productive and level < last:
             self.go(run, above, rate, "up: no more than noise")
         else:
@@ -552,7 +548,8 @@ class Climb:
     def go(self, run, level, rate, why, kind="", window=None):
         """Go to a level, from the best parameters, for a window of so many seconds, or as usual."""
         names, found = self.args.levels, f"{rate:.2g} per second, best {self.returns.mean():.4f}"
-        run.say(f"level {names[self.level]} → {names[level]}, {why} ({found})")
+        if RANK == 0 and not self.args.quiet:
+            print(f"level {names[self.level]} → {names[level]}, {why} ({found})", flush=True)
         self.home, self.rate, self.level, self.refit = self.level, rate, level, True
         run.model.load_state_dict(self.best)
         run.optimizer.load_state_dict(copy.deepcopy(self.adam))  # which goes on from these tensors
@@ -1038,7 +1035,7 @@ class Games:
 
     def close(self):
         """Close all envs."""
-        for game in itertools.chain(*self.members):
+        for game in sum(self.members, []):
             self.busy = game, "close"
             game.env.close()
 
@@ -1224,11 +1221,10 @@ LENGTHS = dict(num_iterations="iteration", total_timesteps="global_step", total_
 CHARTS = "episodic_return episodic_length eval_return eval_cut learning_rate".split()
 CHARTS += ["check_return", "level"]
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
-TIMES = ("simulation_seconds", "policy_seconds", "update_seconds")
 TAGS = {"sps": "charts/SPS"} | {name: f"charts/{name}" for name in CHARTS}  # of TensorBoard
 TAGS |= {name: f"losses/{name}" for name in LOSSES}
-TAGS |= {name: f"costs/{name}" for name in ("sim_cost", *TIMES)}
-COLUMNS = [*dict.fromkeys([*COUNTERS, *TIMES, *TAGS])]  # of progress.csv, each once
+TAGS |= {"sim_cost": "costs/sim_cost"}
+COLUMNS = [*(COUNTERS | TAGS)]  # of progress.csv
 
 
 class Run(AbstractContextManager):
@@ -1304,18 +1300,17 @@ class Run(AbstractContextManager):
         lengths = [(counter, getattr(self.args, option)) for option, counter in LENGTHS.items()]
         return next(self.counters[counter] / length for counter, length in lengths if length)
 
-    def charge(self, pool):
-        """Count what a pool's games have simulated since the last time, on all ranks. Returns its
-        cost, in steps of the finest level."""
+    def charge(self, pool, **counts):
+        """Add up the `counts`, and what a pool's games have simulated since the last time, on all
+        ranks. Returns its cost, in steps of the finest level."""
         seconds, steps = (pool.arrays[name].sum(axis=-1) for name in ("seconds", "steps"))
         pool.arrays["seconds"][:] = pool.arrays["steps"][:] = 0
         costs = np.array(self.args.level_costs[:-1]) / self.args.level_costs[-2]
         costs = np.repeat(costs, 2)[: len(steps)] if pool is self.pool else costs[-1]  # of members
         spent = gathered_objects([seconds.sum(), (steps * costs).sum()])
-        self.simulated, cost = np.sum(spent, axis=0).tolist()
-        self.sampled = time.perf_counter()
-        self.counters["sim_seconds"] += self.simulated
-        self.counters["sim_cost"] += cost
+        simulated, cost = np.sum(spent, axis=0).tolist()
+        for name, count in (counts | {"sim_seconds": simulated, "sim_cost": cost}).items():
+            self.counters[name] += count
         return cost
 
     def check(self):
@@ -1325,23 +1320,8 @@ class Run(AbstractContextManager):
         if not np.isfinite(returns).all():
             raise GameError("NaN or infinity in the returns of a check")
         if cut := sum(cut for _, cut in played):
-            self.say(f"check: {cut} episodes cut off at {EVAL_STEPS:,} steps")
+            report(f"check: {cut} episodes cut off at {EVAL_STEPS:,} steps")
         return torch.from_numpy(returns), self.charge(self.check_pool)
-
-    def say(self, text):
-        """Print a line."""
-        if RANK == 0 and not self.args.quiet:
-            print(text, flush=True)
-
-    def count(self, steps):
-        """Count an iteration of so many steps after its update. Returns where its seconds went."""
-        self.counters["iteration"] += 1
-        self.counters["global_step"] += steps
-        simulation = self.simulated / max(1, len(self.pool.workers)) / NUM_RANKS
-        policy = self.sampled - self.started - simulation
-        row = dict(zip(TIMES, (simulation, policy, time.perf_counter() - self.sampled)))
-        row["learning_rate"] = self.optimizer.param_groups[0]["lr"]  # a climb may load another
-        return row
 
     def end_iteration(self, row, episodes, steps):
         """Log an iteration's row and its episodes, {level index: [(return, length)]}; save."""
@@ -1745,7 +1725,7 @@ class Case(NamedTuple):
     ly: float
     injectors: tuple  # ((rows), (columns)) of the wells on the policy's grid
     producers: tuple
-    fields: Callable  # fields(case, n, seed): n permeability fields (n, ny, nx) [m²] on this grid
+    fields: object  # function (case, n, seed): n permeability fields (n, ny, nx) [m²] on this grid
     dt: float  # one backward Euler step [days]
     pore_volumes: float  # injected in an episode of control_steps · substeps · dt days
     substeps: int = 5
@@ -1758,10 +1738,8 @@ class Case(NamedTuple):
     mobility: str = "linear"  # or "quadratic": relative permeability S or S²
     n_fields: int = 16
 
-    @property
-    def linear(self):
-        """Total mobility λ does not depend on the saturation and f(S) = S."""
-        return self.mobility == "linear" and self.mu_w == self.mu_o
+    # Is the total mobility λ the same at all saturations, and f(S) = S?
+    linear = property(lambda case: case.mobility == "linear" and case.mu_w == case.mu_o)
 
     @property
     def rate(self):
@@ -1950,10 +1928,10 @@ class Grid:
         self.a = np.concatenate([cells[:, :-1], cells[:-1]], axis=None, dtype=np.int32)
         self.b = np.concatenate([cells[:, 1:], cells[1:]], axis=None, dtype=np.int32)
         self.ratio = np.repeat([ratio, 1 / ratio], [ny * (nx - 1), (ny - 1) * nx])
-        # Rows and columns of the wells, (wells,) each; a coarse cell may hold several.
+        # Index (..., rows, columns) of the wells' cells; a coarse cell may hold several.
         cells = refine(cells, case.grids[-1])
-        self.injectors = np.unravel_index(cells[case.injectors], self.shape)
-        self.producers = np.unravel_index(cells[case.producers], self.shape)
+        self.injectors = ..., *np.unravel_index(cells[case.injectors], self.shape)
+        self.producers = ..., *np.unravel_index(cells[case.producers], self.shape)
         self.factored = {}  # field -> LU factors, transmissibilities
 
     def solve_pressure(self, field, s, q):
@@ -1977,11 +1955,10 @@ class Grid:
 
     def observe(self, s, p):
         """psi for a batch: s, p (..., ny, nx) -> (..., observations), see `ResSim.psi`."""
-        at_producers, at_injectors = (..., *self.producers), (..., *self.injectors)
-        p = np.concatenate([p[at_producers], p[at_injectors]], axis=-1)
+        p = np.concatenate([p[self.producers], p[self.injectors]], axis=-1)
         low, high = p.min(axis=-1, keepdims=True), p.max(axis=-1, keepdims=True)
         p = 1 - 2 * (high - p) / np.maximum(high - low, 1e-300)  # all 1 if there is no difference
-        return np.concatenate([s[at_producers].clip(0, 1), p], axis=-1)
+        return np.concatenate([s[self.producers].clip(0, 1), p], axis=-1)
 
 
 class ResSim(gym.Env):
@@ -2026,8 +2003,8 @@ class ResSim(gym.Env):
         a_in, a_out = np.split(a, [len(self.case.injectors[0])], axis=-1)
         q = np.zeros((*a.shape[:-1], *grid.shape))
         # q = ± total rate · a / Σ a, wells in the same cell add up
-        np.add.at(q, (..., *grid.injectors), self.case.rate * a_in / a_in.sum(-1, keepdims=True))
-        np.add.at(q, (..., *grid.producers), -self.case.rate * a_out / a_out.sum(-1, keepdims=True))
+        np.add.at(q, grid.injectors, self.case.rate * a_in / a_in.sum(-1, keepdims=True))
+        np.add.at(q, grid.producers, -self.case.rate * a_out / a_out.sum(-1, keepdims=True))
         return q
 
     def psi(self):
@@ -2064,16 +2041,13 @@ class ResSim(gym.Env):
             raise ValueError(f"actions must be finite and of shape {shape}")
         if any(env.t is None or env.t >= case.control_steps for env in envs):
             raise RuntimeError("ResSim: step() before reset() or after the end of the episode")
-        chunk = max(1, 2**13 // math.prod(grid.shape))  # reservoirs at a time: what the cache holds
-        if len(envs) > chunk:
-            parts = [slice(i, i + chunk) for i in range(0, len(envs), chunk)]
-            stepped = [ResSim.step_batch(envs[part], actions[part]) for part in parts]
-            return tuple(np.concatenate(arrays) for arrays in zip(*stepped))
         s, q = np.stack([env.s for env in envs]), envs[0].phi(actions)  # (n, ny, nx)
         # One right-hand side per solve: solving several at once rounds differently.
         solved = [e.grid.solve_pressure(e.field, e.s, e_q) for e, e_q in zip(envs, q)]
         p, t = (np.stack(arrays) for arrays in zip(*solved))
-        s_new = transport(s, p, t, q, grid)
+        chunk = max(1, 2**13 // s[0].size)  # reservoirs at a time: what the cache holds
+        parts = [slice(i, i + chunk) for i in range(0, len(envs), chunk)]
+        s_new = np.concatenate([transport(s[i], p[i], t[i], q[i], grid) for i in parts])
         for env, env_s, env_p in zip(envs, s_new, p):
             env.s, env.p, env.t = env_s, env_p, env.t + 1
         # Nothing is compressible and all boundaries are closed: oil produced = water gained
@@ -2093,9 +2067,8 @@ class ResSim(gym.Env):
         return image.astype(np.uint8).repeat(zoom, axis=0).repeat(zoom, axis=1)
 
 
-for _name in CASES:
-    if _name not in gym.registry:  # the script may be __main__ and imported
-        gym.register(_name, entry_point=ResSim, kwargs={"case": _name})
+for _name in CASES.keys() - gym.registry.keys():  # the script may be __main__ and imported
+    gym.register(_name, entry_point=ResSim, kwargs={"case": _name})
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -2198,10 +2171,8 @@ def parse_with_run(parser, argv):
     args = parser.parse_args(argv)
     if not args.eval and (args.sample or args.video or args.export_onnx):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
-    if args.analyse is not None and (args.resume or args.eval):
-        parser.error("argument --analyse: not with --resume, --eval")
-    if args.analyse is not None and NUM_RANKS > 1:
-        parser.error("argument --analyse: takes one process, not torchrun")
+    if args.analyse is not None and (args.resume or args.eval or NUM_RANKS > 1):
+        parser.error("argument --analyse: not with --resume, --eval, torchrun")
     if args.export_onnx:
         import onnx  # noqa: F401, torch needs it for that
     if run_dir := args.resume or args.eval or args.analyse:

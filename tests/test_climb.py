@@ -32,7 +32,6 @@ class FakeRun:
     def __init__(self):
         self.model, self.said = torch.nn.Linear(1, 1), []
         self.optimizer, self.checks = torch.optim.Adam(self.model.parameters()), []
-        self.say = self.said.append
 
     def share_done(self):
         return 0.0
@@ -42,17 +41,23 @@ class FakeRun:
         return mean + spread * torch.tensor([-1.0, 1.0, -1.0, 1.0]), 2.0  # costs two finest steps
 
 
-def climb(levels=3, norm_obs=False):
-    """Return a rule that has made its first check, and its run: a check is due after 192 s."""
-    args = types.SimpleNamespace(num_envs=10, num_steps=[1] * levels, norm_obs=norm_obs)
-    args.levels = [*range(1, levels + 1)]
-    args.level_costs = [*COSTS[:levels], COSTS[-1]]
-    rule, run = ml.Climb(args), FakeRun()
-    run.model.obs_norm = ml.RunningNorm() if norm_obs else None
-    run.checks.append((0.0, 0.0))
-    assert rule.begin(run) == {"level": 1, "check_return": 0.0}
-    assert [rule.seconds(level) for level in range(levels)] == [20, 50, 170][:levels]
-    return rule, run
+@pytest.fixture
+def climb(monkeypatch):
+    """Make a rule that has made its first check, and its run: a check is due after 192 s."""
+
+    def make(levels=3, norm_obs=False):
+        args = types.SimpleNamespace(num_envs=10, num_steps=[1] * levels, norm_obs=norm_obs)
+        args.levels, args.quiet = [*range(1, levels + 1)], False
+        args.level_costs = [*COSTS[:levels], COSTS[-1]]
+        rule, run = ml.Climb(args), FakeRun()
+        monkeypatch.setattr(ml, "print", lambda text, **_: run.said.append(text), raising=False)
+        run.model.obs_norm = ml.RunningNorm() if norm_obs else None
+        run.checks.append((0.0, 0.0))
+        assert rule.begin(run) == {"level": 1, "check_return": 0.0}
+        assert [rule.seconds(level) for level in range(levels)] == [20, 50, 170][:levels]
+        return rule, run
+
+    return make
 
 
 def window(rule, run, mean, spread=0.0):
@@ -71,7 +76,7 @@ def window(rule, run, mean, spread=0.0):
     return iterations * rule.seconds(level)
 
 
-def test_productive_level_is_kept():
+def test_productive_level_is_kept(climb):
     """The first window is five iterations; later ones are a fifth of the time so far."""
     rule, run = climb()
     assert window(rule, run, 1.0) == 100  # 5 · 20 s
@@ -81,7 +86,7 @@ def test_productive_level_is_kept():
 
 
 @pytest.mark.parametrize("norm_obs", [False, True])
-def test_first_fit_of_the_values(norm_obs):
+def test_first_fit_of_the_values(climb, norm_obs):
     """It waits for the statistics of observations, which the first iteration brings; again if the
     run goes back to parameters from before that."""
     rule, run = climb(norm_obs=norm_obs)
@@ -97,7 +102,7 @@ def test_first_fit_of_the_values(norm_obs):
     assert fits == [not norm_obs, norm_obs, False, True, norm_obs]
 
 
-def test_noise_goes_up():
+def test_noise_goes_up(climb):
     """A gain within 1.5 standard errors is noise: up, with a fit of the values, from the best."""
     rule, run = climb()
     rule.plan()
@@ -114,7 +119,7 @@ def test_noise_goes_up():
 
 
 @pytest.mark.parametrize("better", [True, False])
-def test_trial_of_the_next_level(better):
+def test_trial_of_the_next_level(climb, better):
     """The next level is tried once a trial takes a quarter of the time; kept if it gives more."""
     rule, run = climb()
     mean = 0.0
@@ -133,7 +138,7 @@ def test_trial_of_the_next_level(better):
     assert rule.tried == pytest.approx(time + cost)  # no other trial soon
 
 
-def test_last_chance():
+def test_last_chance(climb):
     """Before the next level is paid for, a cheaper one that was productive gets a window of that
     cost; the run stays there if it is productive again, else goes up beyond where it came from."""
     for again in (True, False):
@@ -151,7 +156,7 @@ def test_last_chance():
             assert rule.level == 1
 
 
-def test_finest_level_has_nowhere_to_go():
+def test_finest_level_has_nowhere_to_go(climb):
     """Without a gain on the finest level, and no cheaper one that paid, the run stays."""
     rule, run = climb(levels=1)
     for _ in range(3):
@@ -159,7 +164,7 @@ def test_finest_level_has_nowhere_to_go():
     assert rule.level == 0 and run.said == []
 
 
-def test_best_parameters_are_kept_and_restored():
+def test_best_parameters_are_kept_and_restored(climb):
     """The best check's weights and Adam's state are kept; a change of level starts from them."""
     rule, run = climb()
     with torch.no_grad():
@@ -173,7 +178,7 @@ def test_best_parameters_are_kept_and_restored():
     assert rule.returns.mean() == 1.0
 
 
-def test_adam_of_the_best_check_stays_as_it_is():
+def test_adam_of_the_best_check_stays_as_it_is(climb):
     """Training goes on from Adam's state of then, and may come back to it a second time."""
     rule, run = climb()
     for _ in range(3):
@@ -185,7 +190,7 @@ def test_adam_of_the_best_check_stays_as_it_is():
     assert rule.adam["state"][0]["step"] == 1
 
 
-def test_checks_are_charged_to_the_rules_time():
+def test_checks_are_charged_to_the_rules_time(climb):
     """Within a long window there is a check whenever training took six times what one takes."""
     rule, run = climb()
     rule.window, run.checks, due = 1e9, [(0.0, 0.0)] * 99, []
@@ -273,13 +278,11 @@ def test_unchanged_result_is_not_evaluated_again(tmp_path, monkeypatch):
 
 
 def test_run_tensorboard_costs(run):
-    """TensorBoard shows what a run has cost, and where an iteration's time went."""
+    """TensorBoard shows what a run has cost."""
     events = EventAccumulator(str(run.run_dir)).Reload()
     shown = {event.step: event.value for event in events.Scalars("costs/sim_cost")}
     table = {int(row["global_step"]): float(row["sim_cost"]) for row in rows(run.run_dir)}
     assert shown == pytest.approx(table)
-    for name in ("simulation_seconds", "policy_seconds", "update_seconds"):
-        assert len(events.Scalars(f"costs/{name}")) == len(table) - 1
 
 
 def test_run_tensorboard_picture(run):
@@ -409,7 +412,7 @@ def test_check_that_is_cut_off(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ml, "EVAL_STEPS", 2)
     argv = [word for word in SMALL if word != "--quiet"]
     ml.train(ml.parse_args([*argv, "--num-iterations", "1", "--log-dir", str(tmp_path)]))
-    assert "check: 4 episodes cut off at 2 steps" in capsys.readouterr().out
+    assert "check: 4 episodes cut off at 2 steps" in capsys.readouterr().err
 
 
 MADE = (

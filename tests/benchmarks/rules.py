@@ -43,7 +43,7 @@ class Multigrid(ml.Climb):
         self.seen = [*self.seen, mean][-self.EVALUATIONS :]
         full, change = len(self.seen) == self.EVALUATIONS, np.ptp(self.seen) / abs(mean)
         if full and change <= self.TOLERANCE and level < len(args.levels) - 1:
-            run.say(f"level {args.levels[level]} → {args.levels[level + 1]}")
+            print(f"level {args.levels[level]} → {args.levels[level + 1]}", flush=True)
             self.level, self.seen = level + 1, []
         return {"level": args.levels[level], "check_return": mean}
 

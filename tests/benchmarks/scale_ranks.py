@@ -4,8 +4,9 @@
 
 ResSim-v1 with 100 actors for a few iterations, in turn with one process and one worker, with one
 process and two workers, and as two ranks with a worker each (torchrun); then with other numbers of
-actors and levels. A row has the medians over the rounds of steps per second and of an iteration's
-seconds, by part; the first iterations do not count. Rows of cases that are not measured stay.
+actors and levels. A row has the medians over the rounds of steps per second, of the seconds of an
+iteration's simulation and of those of the rest, policy and update; the first iterations do not
+count. Rows of cases that are not measured stay.
 """
 
 import argparse
@@ -28,12 +29,13 @@ CASES = {
     "finest level only": "--num-envs 100 --levels 5 --num-steps 10",
     "coarsest level only": "--num-envs 100 --levels 3 --num-steps 80",
 }
-PARTS = ("simulation_seconds", "policy_seconds", "update_seconds")
+PARTS = ("simulation_seconds", "other_seconds")
+NUMBERS = ("sps", "sim_seconds", "wall_seconds")
 COLUMNS = ("case", "processes", "rounds", "steps_per_second", *PARTS, "versions")
 
 
 def measure(options, num_ranks, num_workers):
-    """Return the rows of progress.csv that count, and the versions, of a run."""
+    """Return the rows that count, with the seconds of their parts, and the versions of a run."""
     with tempfile.TemporaryDirectory() as folder:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         launcher = [*launcher, str(num_ranks)] if num_ranks > 1 else []
@@ -43,8 +45,12 @@ def measure(options, num_ranks, num_workers):
         subprocess.run(command, check=True, capture_output=True)
         (run_dir,) = Path(folder).iterdir()
         with (run_dir / "progress.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))[WARM_UP:]
-        return rows, json.loads((run_dir / "config.json").read_text())["versions"]
+            rows = [{name: float(row[name]) for name in NUMBERS} for row in csv.DictReader(file)]
+        for row, last in zip(rows[WARM_UP:], rows[WARM_UP - 1 :]):
+            simulated = (row["sim_seconds"] - last["sim_seconds"]) / (num_ranks * num_workers)
+            other = row["wall_seconds"] - last["wall_seconds"] - simulated
+            row |= {"simulation_seconds": simulated, "other_seconds": other}
+        return rows[WARM_UP:], json.loads((run_dir / "config.json").read_text())["versions"]
 
 
 def main():
@@ -65,9 +71,9 @@ def main():
                 seen[name] += rows
         for name, rows in seen.items():
             result = {"case": case, "processes": name, "rounds": args.rounds}
-            result["steps_per_second"] = round(statistics.median(float(r["sps"]) for r in rows))
+            result["steps_per_second"] = round(statistics.median(r["sps"] for r in rows))
             for part in PARTS:
-                result[part] = f"{statistics.median(float(r[part]) for r in rows):.3f}"
+                result[part] = f"{statistics.median(r[part] for r in rows):.3f}"
             results.append(result | {"versions": json.dumps(versions)})
             print(result, flush=True)
         with RESULTS.open("w", newline="") as file:

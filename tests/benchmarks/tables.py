@@ -393,8 +393,8 @@ def speed_ressim():
 
 def ranks():
     """Workers and ranks."""
-    header = ["case", "processes", "steps/s", "simulation s", "policy s", "update s"]
-    names = ("steps_per_second", "simulation_seconds", "policy_seconds", "update_seconds")
+    header = ["case", "processes", "steps/s", "simulation s", "policy and update s"]
+    names = ("steps_per_second", "simulation_seconds", "other_seconds")
     rows = read("scale_ranks.csv")
     return markdown(header, [[r["case"], r["processes"], *(r[n] for n in names)] for r in rows])
 
