@@ -102,7 +102,7 @@ def make_parser():
     text = "climb: one level at a time; together: all in each iteration (by default rate 3e-5, 10 "
     text += "epochs, KL 0.05, 200 iterations); None: climb if there are several levels"
     option("--schedule", str, None, text, choices=("climb", "together"))
-    option("--levels", count, [], "coarse to fine; []: a built-in case's (together: 2)", nargs="+")
+    option("--levels", count, [], "coarse to fine; []: the case's (two if together)", nargs="+")
     text = "T^l, steps per actor and iteration: one per level; of a climb also one for all; of "
     text += "together also 'T auto': T on the coarsest level, the rest by costs and variances"
     option("--num-steps", or_auto(count), [50], text, nargs="+")
@@ -110,7 +110,7 @@ def make_parser():
     option("--total-cost", positive, None, "in finest-level steps; None: a climb's, by --env")
     text = "seconds of a step on each level, all workers together, and of an update; None: measured"
     option("--level-costs", positive, None, text, nargs="+")
-    option("--check-episodes", number(int, 2, 100_000), 16, "of a climb's check, at least 1 a rank")
+    option("--check-episodes", number(int, 2, 100_000), 16, "of each check of a climb")
     text = "no training: print which levels pay, by this run's policy or else by the initial one"
     option("--analyse", str, None, text, nargs="?", const="", metavar="RUN_DIR")
     option("--eval-level", count, None, "level of evaluations, if not the last")
@@ -528,8 +528,7 @@ class Climb:
         level, last, rate = self.level, len(self.args.levels) - 1, gain / self.spent
         productive, above = gain > self.ERRORS * error, min(level + 1, last)
         self.paid[level] = self.kind != "chance" and (productive or self.paid[level])
-        # Where a last chance may be, the nearest last: here only if nothing cheaper was productive
-        chances = [i for i in (level, *range(level)) if self.paid[i] and i < last]
+        chances = [i for i in (level, *range(level)) if self.paid[i] and i < last]  # the best last
         cost, spared = self.usual(above), self.SHARE * (self.time - self.tried)  # of a trial
         if self.kind == "trial" and rate <= self.rate:
             self.go(run, self.home, rate, "back: less than there")
@@ -993,7 +992,7 @@ class Games:
         """Have a partner take over the state of its fine game (ML, Algorithm 5, line 18), in a new
         episode if that one `starts`; without map_from a common seed starts both."""
         self.busy = partner, "reset"
-        if not hasattr(partner.env.unwrapped, "map_from"):
+        if starts and not hasattr(partner.env.unwrapped, "map_from"):
             seed = int(fine.random.integers(2**31))
             fine.reset(seed)
             return partner.reset(seed)
@@ -1469,9 +1468,8 @@ def make_eval_pool(args, model, episodes=None, **options):
 
 
 def make_check_pool(args, model):
-    """Return the pool of this rank's games of a check, on the finest level; at least one game."""
-    episodes = np.arange(max(args.check_episodes, NUM_RANKS))
-    seeds = CHECK_SEED + np.array_split(episodes, NUM_RANKS)[RANK][np.newaxis]
+    """Return the pool of this rank's games of a check, on the finest level."""
+    seeds = CHECK_SEED + np.array_split(np.arange(args.check_episodes), NUM_RANKS)[RANK][np.newaxis]
     pool = make_pool(args, model, seeds, args.num_workers, args.levels[-1:], validation=True)
     pool.arrays = members(pool.arrays)[0]
     return pool
@@ -1738,7 +1736,7 @@ class Case(NamedTuple):
     mobility: str = "linear"  # or "quadratic": relative permeability S or S²
     n_fields: int = 16
 
-    # Is the total mobility λ the same at all saturations, and f(S) = S?
+    # Total mobility λ does not depend on the saturation, and f(S) = S
     linear = property(lambda case: case.mobility == "linear" and case.mu_w == case.mu_o)
 
     @property
@@ -2146,6 +2144,8 @@ def parse_args(argv=None):
     for name in ("coupling", "correction", "control"):
         if climbs and getattr(args, name) != parser.get_default(name):
             parser.error(f"argument --{name}: only with --schedule together")
+    if climbs and args.check_episodes < NUM_RANKS:
+        parser.error(f"argument --check-episodes: each of the {NUM_RANKS} ranks needs one")
     if args.num_steps[1:] == (["auto"] if paired else []):  # the last one is for all others
         args.num_steps = args.num_steps[:1] + args.num_steps[-1:] * (L - 1)
     if len(args.num_steps) != L or "auto" in args.num_steps[: 1 if paired else L]:

@@ -156,6 +156,24 @@ def test_last_chance(climb):
             assert rule.level == 1
 
 
+def test_last_chance_is_of_the_nearest_cheaper_level(climb):
+    """Not of the level itself, nor of one that is cheaper still."""
+    for level, nearest in ((1, 0), (2, 1)):
+        rule, run = climb()
+        rule.level, rule.paid = level, [True, True, False]
+        rule.start()
+        window(rule, run, -1.0)
+        assert rule.level == nearest and "last chance" in run.said[0]
+
+
+def test_quiet_climb_says_nothing(climb):
+    """Nor does a rank that is not the first."""
+    rule, run = climb()
+    rule.args.quiet = True
+    window(rule, run, -1.0)
+    assert rule.level == 1 and run.said == []
+
+
 def test_finest_level_has_nowhere_to_go(climb):
     """Without a gain on the finest level, and no cheaper one that paid, the run stays."""
     rule, run = climb(levels=1)
@@ -336,7 +354,7 @@ def test_checks_have_fields_of_their_own(run):
     assert len(np.unique(envs[0].grid.perm.reshape(16, -1), axis=0)) == 16
 
 
-@pytest.mark.parametrize("ranks, shares", [(2, [2, 2]), (3, [2, 1, 1]), (6, [1] * 6)])
+@pytest.mark.parametrize("ranks, shares", [(2, [2, 2]), (3, [2, 1, 1]), (4, [1] * 4)])
 def test_ranks_share_the_games_of_a_check(run, monkeypatch, ranks, shares):
     """Each rank has other fields, as many as the others or one more, and at least one."""
     fields = []
@@ -348,6 +366,14 @@ def test_ranks_share_the_games_of_a_check(run, monkeypatch, ranks, shares):
             fields.append([game.env.field for game in pool.games.games])
         assert len(fields[rank]) == share
     assert sum(fields, []) == [*range(sum(shares))]
+
+
+def test_more_ranks_than_episodes_of_a_check(monkeypatch, capsys):
+    """They would have to play others than the run's checks before."""
+    monkeypatch.setattr(ml, "NUM_RANKS", 5)
+    with pytest.raises(SystemExit):
+        ml.parse_args(SMALL)
+    assert "argument --check-episodes: each of the 5 ranks needs one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("last", [3, 14, 30])

@@ -186,6 +186,7 @@ def test_step_coupling_order(monkeypatch):
     assert [event[1] for event in steps] == [2, 1] * 5  # fine, then partner
     for fine, partner in zip(steps[::2], steps[1::2]):
         assert fine[2:] == partner[2:]  # same state, same action
+    assert [event[1] for event in events if event[0] == "reset"] == [2, 1]  # one episode ended
     for i, event in enumerate(events):  # the last thing before a fine step is its partner's mapping
         if event[:2] == ("step", 2):
             assert events[i - 1] == ("map_from", 1, event[2], event[3])

@@ -5,8 +5,9 @@
 ResSim-v1 with 100 actors for a few iterations, in turn with one process and one worker, with one
 process and two workers, and as two ranks with a worker each (torchrun); then with other numbers of
 actors and levels. A row has the medians over the rounds of steps per second, of the seconds of an
-iteration's simulation and of those of the rest, policy and update; the first iterations do not
-count. Rows of cases that are not measured stay.
+iteration's simulation and of those of the rest, policy and update (the recorded ones were measured
+apart, and are their medians' sum); the first iterations do not count. Rows of cases that are not
+measured stay.
 """
 
 import argparse
