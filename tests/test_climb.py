@@ -295,6 +295,15 @@ def test_unchanged_result_is_not_evaluated_again(tmp_path, monkeypatch):
     assert [True, *(a != b for a, b in zip(returns[1:], returns))] == better
 
 
+def test_learning_rate_falls_with_the_cost(tmp_path):
+    """--anneal-lr: each iteration's rate is by the share of the run's cost before it."""
+    argv = [*SMALL, "--total-cost", "300", "--anneal-lr", "--log-dir", str(tmp_path)]
+    table = rows(ml.train(ml.parse_args(argv)).run_dir)
+    rates = [float(row["learning_rate"]) for row in table[1:]]
+    before = [float(row["sim_cost"]) / 300 for row in table[:-1]]  # the first check's is in it
+    assert rates == pytest.approx([1e-4 * (1 - share) for share in before]) and len(rates) > 3
+
+
 def test_run_tensorboard_costs(run):
     """TensorBoard shows what a run has cost."""
     events = EventAccumulator(str(run.run_dir)).Reload()
