@@ -1105,6 +1105,8 @@ def parse_with_run(parser, argv):
     args = parser.parse_args(argv)
     if not args.eval and (args.sample or args.video or args.export_onnx):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
+    if args.eval and NUM_RANKS > 1:
+        parser.error("argument --eval: takes one process, not torchrun")
     if args.export_onnx:
         import onnx  # noqa: F401, torch needs it for that
     if run_dir := args.resume or args.eval:

@@ -2171,8 +2171,8 @@ def parse_with_run(parser, argv):
     args = parser.parse_args(argv)
     if not args.eval and (args.sample or args.video or args.export_onnx):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
-    if args.analyse is not None and (args.resume or args.eval or NUM_RANKS > 1):
-        parser.error("argument --analyse: not with --resume, --eval, torchrun")
+    if (args.analyse is not None) + bool(args.eval) + (bool(args.resume) or NUM_RANKS > 1) > 1:
+        parser.error("argument --eval, --analyse: one of them, not with --resume, torchrun")
     if args.export_onnx:
         import onnx  # noqa: F401, torch needs it for that
     if run_dir := args.resume or args.eval or args.analyse:

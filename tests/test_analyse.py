@@ -250,8 +250,9 @@ def test_wrong_options(tmp_path, capsys, options, words):
 
 
 def test_one_process_only(monkeypatch, tmp_path, capsys):
-    """torchrun is refused."""
+    """torchrun is refused, as it is for --eval."""
     monkeypatch.setattr(ml, "NUM_RANKS", 2)
-    with pytest.raises(SystemExit):
-        ml.parse_args(["--analyse", "--log-dir", str(tmp_path)])
-    assert "--analyse" in capsys.readouterr().err
+    for argv in (["--analyse", "--log-dir", str(tmp_path)], ["--eval", str(tmp_path)]):
+        with pytest.raises(SystemExit):
+            ml.parse_args(argv)
+        assert "argument --eval, --analyse" in capsys.readouterr().err

@@ -288,12 +288,11 @@ def test_signals_of_ranks(tmp_path, monkeypatch):
         run.stop(signal.SIGINT, None)
 
 
-@pytest.mark.parametrize("sample", [[], ["--sample"]])
-def test_eval_by_ranks(tmp_path, monkeypatch, sample):
-    """Each rank of --eval under torchrun plays the episodes that one process plays, by itself."""
-    argv = ["--eval", str(ppo.train(ppo.parse_args(options(ppo, tmp_path))).run_dir), *sample]
-    alone = ppo.evaluate_run(ppo.parse_args(argv))
+def test_eval_takes_one_process(tmp_path, capsys, monkeypatch):
+    """--eval under torchrun is refused."""
+    run = ppo.train(ppo.parse_args(options(ppo, tmp_path)))
+    capsys.readouterr()
     monkeypatch.setattr(ppo, "NUM_RANKS", 2)
-    for rank in range(2):
-        monkeypatch.setattr(ppo, "RANK", rank)
-        assert np.array_equal(ppo.evaluate_run(ppo.parse_args(argv)), alone)
+    with pytest.raises(SystemExit):
+        ppo.parse_args(["--eval", str(run.run_dir)])
+    assert "--eval" in capsys.readouterr().err
