@@ -166,10 +166,12 @@ def test_last_chance_is_of_the_nearest_cheaper_level(climb):
         assert rule.level == nearest and "last chance" in run.said[0]
 
 
-def test_quiet_climb_says_nothing(climb):
+@pytest.mark.parametrize("quiet, rank", [(True, 0), (False, 1)])
+def test_quiet_climb_says_nothing(climb, monkeypatch, quiet, rank):
     """Nor does a rank that is not the first."""
     rule, run = climb()
-    rule.args.quiet = True
+    rule.args.quiet = quiet
+    monkeypatch.setattr(ml, "RANK", rank)
     window(rule, run, -1.0)
     assert rule.level == 1 and run.said == []
 
