@@ -71,7 +71,7 @@ def make_parser():
     option = functools.partial(add_option, parser.add_argument_group("ppo.py"))
     positive = number(float, 1e-300)
     option("--env", str, "CartPole-v1", "Gymnasium id, or module:id")
-    option("--num-steps", number(int, 1), 128, "T, steps per game and iteration; 128 to 2048 usual")
+    option("--num-steps", number(int, 1, 100_000), 128, "T, steps per iteration; 128 to 2048 usual")
     option("--norm-reward", bool, False, "divide rewards by the return's deviation, cut at ±10")
     option("--action-masks", bool, None, "use the env's action masks; by default if it has them")
     option("--time-limit-bootstrap", bool, True, "after a time limit V of the last state counts")
@@ -668,7 +668,8 @@ class Game:
         a, n, flags = self.arrays, self.n, (True, False)
         action = to_env(a["actions"][n], self.env.action_space)
         obs, reward, terminated, truncated, info = self.env.step(action)
-        if terminated not in flags or truncated not in flags or getattr(reward, "shape", ()):
+        shapes = [getattr(x, "shape", ()) for x in (reward, terminated, truncated)]
+        if any(shapes) or terminated not in flags or truncated not in flags:
             raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
         self.show("next_obs", obs, info)
         if a["ended"][n]:  # by the step before
@@ -914,8 +915,6 @@ class Run(AbstractContextManager):
         with self.stack:
             if kind in (GameError, BrokenPipeError):  # the latter: of the status lines
                 self.save(with_games=False)
-            if kind is KeyboardInterrupt:
-                report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
 
     def stop(self, signum, _):
         """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
@@ -923,6 +922,7 @@ class Run(AbstractContextManager):
             self.signal, self.asked = signum, time.monotonic()
             report("stopping after this iteration; Ctrl-C once more to stop now")
         elif signum == signal.SIGINT and NUM_RANKS == 1 and time.monotonic() > self.asked + 1:
+            report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
             raise KeyboardInterrupt
 
     def goes_on(self):

@@ -68,7 +68,7 @@ def make_parser():
     option = functools.partial(add_option, parser.add_argument_group("ppo_atari.py"))
     probability, precisions = number(float, 0, 1), ("auto", "fp32", "bf16")
     option("--env", game_name, "Breakout", "also as BreakoutNoFrameskip-v4 or ALE/Breakout-v5")
-    option("--num-steps", number(int, 1), 128, "T, steps per game and iteration; 128 usual")
+    option("--num-steps", number(int, 1, 100_000), 128, "T, steps per iteration; 128 usual")
     option("--frameskip", number(int, 1), 4, "frames that an action lasts; Gymnasium's v5: 4")
     option("--sticky-actions", probability, 0.0, "a frame repeats the last action; Gymnasium: 0.25")
     option("--full-action-space", bool, False, "all 18 actions, also those that the game ignores")
@@ -819,8 +819,6 @@ class Run(AbstractContextManager):
         with self.stack:
             if kind in (GameError, BrokenPipeError):  # the latter: of the status lines
                 self.save(with_games=False)
-            if kind is KeyboardInterrupt:
-                report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
 
     def stop(self, signum, _):
         """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
@@ -828,6 +826,7 @@ class Run(AbstractContextManager):
             self.signal, self.asked = signum, time.monotonic()
             report("stopping after this iteration; Ctrl-C once more to stop now")
         elif signum == signal.SIGINT and NUM_RANKS == 1 and time.monotonic() > self.asked + 1:
+            report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
             raise KeyboardInterrupt
 
     def goes_on(self):

@@ -1,6 +1,6 @@
 """Multilevel PPO: policy optimisation for expensive simulations that exist on several grids.
 
-    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, 2 to 5 minutes
+    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, 2 to 6 minutes
     python ppo_multilevel.py --env ResSim-v1 --levels 5    # finest grid only: PPO
     python ppo_multilevel.py --env ResSim-v1 --schedule together          # the paper's schedule
     python ppo_multilevel.py --env my_simulation.py:make --levels 1 2 --num-steps 40
@@ -105,7 +105,7 @@ def make_parser():
     option("--levels", count, [], "coarse to fine; []: the case's (two if together)", nargs="+")
     text = "T^l, steps per actor and iteration: one per level; of a climb also one for all; of "
     text += "together also 'T auto': T on the coarsest level, the rest by costs and variances"
-    option("--num-steps", or_auto(count), [50], text, nargs="+")
+    option("--num-steps", or_auto(number(int, 1, 100_000)), [50], text, nargs="+")
     option("--control", or_auto(fraction), "auto", "β of coarse rows; 1: the paper; auto: measured")
     option("--total-cost", positive, None, "in finest-level steps; None: a climb's, by --env")
     text = "seconds of a step on each level, all workers together, and of an update; None: measured"
@@ -345,9 +345,8 @@ def signed_weights(num_steps, num_envs, num_minibatches, controls):
     total, weights = 2 * sum(sizes) - sizes[0], []
     for l, M in enumerate(sizes):  # noqa: E741, the paper's l
         own = total * math.prod(controls[l:]) / M
-        if l > 0:
-            weights.append(torch.full((M,), -own * controls[l - 1]))
-        weights.append(torch.full((M,), own))
+        rows = [-own * controls[l - 1], own] if l > 0 else [own]
+        weights += [torch.full((M,), weight) for weight in rows]
     return torch.cat(weights)  # (S,)
 
 
@@ -889,7 +888,8 @@ class Game:
     def record(self, obs, reward, terminated, truncated):
         """Write what came of a step, and start the next episode if it ended this one."""
         a, n, flags = self.arrays, self.n, (True, False)
-        if terminated not in flags or truncated not in flags or getattr(reward, "shape", ()):
+        shapes = [getattr(x, "shape", ()) for x in (reward, terminated, truncated)]
+        if any(shapes) or terminated not in flags or truncated not in flags:
             raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
         self.show("next_obs", obs)
         if a["ended"][n]:  # by the step before
@@ -1025,7 +1025,8 @@ class Games:
             self.busy = games[0], "step_batch"
             for game, *result in zip(games, *envs[0].step_batch(envs, actions), strict=True):
                 self.busy = game, "step_batch"
-                game.record(*result)
+                obs, reward, terminated, truncated = result
+                game.record(obs, reward, terminated, truncated)
         else:
             for game, action in zip(games, actions):
                 self.busy = game, "step"
@@ -1266,8 +1267,6 @@ class Run(AbstractContextManager):
         with self.stack:
             if kind in (GameError, BrokenPipeError):  # the latter: of the status lines
                 self.save(with_games=False)
-            if kind is KeyboardInterrupt:
-                report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
 
     def stop(self, signum, _):
         """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
@@ -1275,6 +1274,7 @@ class Run(AbstractContextManager):
             self.signal, self.asked = signum, time.monotonic()
             report("stopping after this iteration; Ctrl-C once more to stop now")
         elif signum == signal.SIGINT and NUM_RANKS == 1 and time.monotonic() > self.asked + 1:
+            report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
             raise KeyboardInterrupt
 
     def goes_on(self):
@@ -2149,7 +2149,7 @@ def parse_args(argv=None):
     if args.num_steps[1:] == (["auto"] if paired else []):  # the last one is for all others
         args.num_steps = args.num_steps[:1] + args.num_steps[-1:] * (L - 1)
     if len(args.num_steps) != L or "auto" in args.num_steps[: 1 if paired else L]:
-        parser.error(f"argument --num-steps: give one number per level of {args.levels}")
+        parser.error(f"argument --num-steps: one number per level of {args.levels}, or see --help")
     for i, T in enumerate(args.num_steps):
         if T != "auto":
             check_rows(parser, args, args.num_envs * T, "finer rows" if paired and i else "rows")

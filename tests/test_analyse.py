@@ -3,6 +3,7 @@
 import csv
 import multiprocessing
 import sys
+from pathlib import Path
 
 import envs
 import gymnasium as gym
@@ -256,3 +257,14 @@ def test_one_process_only(monkeypatch, tmp_path, capsys):
         with pytest.raises(SystemExit):
             ml.parse_args(argv)
         assert "argument --eval, --analyse" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["v3-noise", "v3-step", "v4-noise"])
+def test_recorded_verdicts(name):
+    """The verdicts of the recorded analyses are those that the script gives of their numbers."""
+    with (Path(__file__).parent / f"benchmarks/results/analysis/{name}.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["verdict"]]
+    assert len(rows) == 3
+    for row in rows:
+        text = row.pop("verdict")
+        assert text == ml.verdict({name: float(value) for name, value in row.items()})

@@ -625,6 +625,8 @@ WRONG_STEPS = {
     "no reward": lambda obs, reward, *rest: (obs, None, *rest),
     "terminated None": lambda obs, reward, terminated, *rest: (obs, reward, None, *rest),
     "truncated None": lambda *results: (*results[:3], None, results[-1]),
+    "terminated (1,)": lambda obs, reward, *rest: (obs, reward, np.array([False]), *rest[1:]),
+    "truncated (1,)": lambda *results: (*results[:3], np.array([False]), results[-1]),
 }
 
 
@@ -696,12 +698,12 @@ def test_psi_of_another_shape(script, monkeypatch):
         script.train(args)
 
 
-STEP_BATCHES = {
-    "five": lambda envs, results: (*results, [{}] * len(envs)),
-    "three": lambda envs, results: results[:3],
-    "a row too few": lambda envs, results: [column[1:] for column in results],
-    "None": lambda envs, results: (*results[:3], [None] * len(envs)),
-    "shape (1,)": lambda envs, results: ([obs[:1] for obs in results[0]], *results[1:]),
+STEP_BATCHES = {  # what is returned, what the line says
+    "five": (lambda envs, results: (*results, [{}] * len(envs)), r"too many .*expected 4"),
+    "three": (lambda envs, results: results[:3], r"not enough .*expected 4"),
+    "a row too few": (lambda envs, results: [column[1:] for column in results], "zip.. argument"),
+    "None": (lambda envs, results: (*results[:3], [None] * len(envs)), "not a number and two fl"),
+    "shape (1,)": (lambda envs, results: ([o[:1] for o in results[0]], *results[1:]), "an obs"),
 }
 
 
@@ -713,12 +715,13 @@ def test_wrong_results_of_step_batch(script, monkeypatch, wrong):
     def step_batch(envs, actions):
         results = [env.step(action)[:4] for env, action in zip(envs, actions)]
         results = [list(column) for column in zip(*results)]
-        return STEP_BATCHES[wrong](envs, results) if wrong else results
+        return STEP_BATCHES[wrong][0](envs, results) if wrong else results
 
     monkeypatch.setattr(envs.Scripted, "step_batch", staticmethod(step_batch), raising=False)
     args = script.parse_args(WRONG_GAME[script])
     if wrong:
-        with pytest.raises(script.GameError, match=r"level 1 .*failed in step_batch: "):
+        line = r"level 1 .*failed in step_batch: ValueError: " + STEP_BATCHES[wrong][1]
+        with pytest.raises(script.GameError, match=line):
             script.train(args)
     else:
         script.train(args)
@@ -739,6 +742,7 @@ if LONG not in gym.registry:
         ["--env", "x" * 250 + ":make"],
         ["--hidden", "1000000", "1000000"],
         ["--num-envs", "1000000000"],
+        ["--num-steps", "1000000000"],
     ],
     ids=lambda words: words[0],
 )

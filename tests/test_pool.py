@@ -420,20 +420,20 @@ def test_second_signal_during_a_rollout(tmp_path, monkeypatch, capsys, num_worke
     assert state["counters"]["iteration"] == 1 and state["games"] is not None
 
 
-def test_second_signal_before_there_is_a_checkpoint(tmp_path, monkeypatch, capsys):
-    """Then it does not name one."""
-    waits = iter([1.1, 0.1])
+@pytest.mark.parametrize("where", ["make_pool", "step"])
+def test_second_signal_before_there_is_a_checkpoint(tmp_path, monkeypatch, capsys, where):
+    """Then it does not name one, also while the run is set up."""
 
-    def step(game):
-        signal.raise_signal(signal.SIGINT)
-        time.sleep(next(waits))
+    def wait(*args):
+        for seconds in (1.1, 0.1):
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(seconds)
 
-    monkeypatch.setattr(ppo.Game, "step", step)
+    monkeypatch.setattr(ppo if where == "make_pool" else ppo.Game, where, wait)
     assert run_main(ppo, monkeypatch, tmp_path, "--num-workers", "0") == 128 + signal.SIGINT
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("stopped at once") and "None" not in line
-    (run_dir,) = tmp_path.iterdir()
-    assert not (run_dir / "checkpoint.pt").exists()
+    assert not [*tmp_path.rglob("checkpoint.pt")]
 
 
 # Whole runs ---------------------------------------------------------------------------------------

@@ -109,6 +109,7 @@ for case in ("v1", "v3", "v4"):
         RUNS[f"{case}-rate-{name}"] = RUNS[f"{case}-only-4"].replace(
             "1e-4 --update-epochs 5", words
         )
+RUNS["v4-only-4"] = RUNS["v4-only-4"].replace("iterations 150", "iterations 300")  # still rising
 COLUMNS = ("iteration", "global_step", "wall_seconds", "sim_seconds", "sim_cost")
 COLUMNS += (
     "level",

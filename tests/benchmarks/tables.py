@@ -156,8 +156,8 @@ def climb():
         worst = worst if behind.max() > 0 else ""
         cells = [title, spread(final(curves[finest]), form)]
         cells.append(spread(seconds_to(case, curves, finest, 0.99), ",.0f"))
-        cells.append(f"**{spread(final(curves[up]), form)}**")
-        cells.append(f"**{spread(seconds_to(case, curves, up, 0.99), ',.0f')}**")
+        cells.append(spread(final(curves[up]), form))
+        cells.append(spread(seconds_to(case, curves, up, 0.99), ",.0f"))
         soon = spread(seconds_to(case, curves, best, 0.99), ",.0f")
         name = grid(case, int(best[-1]))
         cells.append(f"{name}: {spread(final(curves[best]), form)}; {soon}")
