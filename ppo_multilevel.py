@@ -1317,7 +1317,7 @@ class Run(AbstractContextManager):
         played = gathered_objects(evaluate(self.model, self.check_pool))
         returns = np.concatenate([returns for returns, _ in played])
         if not np.isfinite(returns).all():
-            raise GameError("NaN or infinity in the returns of a check")
+            raise GameError(f"NaN or infinity in returns of a check, level {self.args.levels[-1]}")
         if cut := sum(cut for _, cut in played):
             report(f"check: {cut} episodes cut off at {EVAL_STEPS:,} steps")
         return torch.from_numpy(returns), self.charge(self.check_pool)
