@@ -241,7 +241,7 @@ def test_tables_are_the_records(page, monkeypatch):
 
 
 def test_readme_is_a_page():
-    """It is short, links to files that exist, and types no measured number into its prose."""
+    """It is short, links to files that exist; its prose has no ±, no thousandths, no durations."""
     text = (ROOT / "README.md").read_text()
     assert text.count("\n") <= 300
     links = re.findall(r"\]\((?!https?:)([^)#]+)", text)

@@ -1,10 +1,9 @@
 """Figures of the recorded results: python tests/benchmarks/figures.py [NAME ...]
 
-`reservoir` shows a policy, that of the run folder in RUN_DIR; the others need the results only, and
+`reservoir` trains a policy first, in runs/reservoir, seed 1; the others need the results only, and
 are made if no name is given.
 """
 
-import os
 import sys
 from contextlib import closing
 
@@ -139,10 +138,13 @@ def pictures():
 
 
 def reservoir():
-    """The first evaluation field on three grids after an episode with the policy of RUN_DIR."""
+    """The first evaluation field on three grids after an episode with the policy of a climb."""
     import ppo_multilevel as ml
 
-    args = ml.parse_args(["--eval", os.environ["RUN_DIR"]])
+    if not (ROOT / "runs/reservoir").exists():
+        where = ["--log-dir", str(ROOT / "runs"), "--run-name", "reservoir", "--quiet"]
+        ml.train(ml.parse_args(["--env", "ResSim-v1", *where]))
+    args = ml.parse_args(["--eval", str(ROOT / "runs/reservoir")])
     model = ml.make_model(args)
     model.load_state_dict(ml.load_checkpoint(args.eval)["model"])
     figure, axes = plt.subplots(1, 4, figsize=(13, 3.7))

@@ -5,17 +5,18 @@
     python tests/benchmarks/learn_atari.py --collect             # record the runs so far
 
 Every run has the cores that the process may use; `taskset -c 0` and `taskset -c 1` run two side by
-side. A run that was stopped is resumed, unless it has taken its steps. `--collect`, while none
-runs, gives results/atari.csv a row per run: its steps, the mean true score of the last 100 training
-games and the step at which that first reached 18, mean and deviation of 16 games with the policy's
-mode and with its samples, either's mean by the frame at which a game begins, modulo 4 (no-ops set
-that phase, and it stays: an action lasts 4 frames; these games have them in all runs), seconds,
-command, machine, versions (when it was last resumed); results/atari/<run>__<seed>.csv its curve.
-Rows of runs that are not in RUNS_DIR stay.
+side. A run that was stopped is resumed, unless it has taken its steps. At the end, or by
+`--collect` while none runs, results/atari.csv gets a row per run: its steps, the mean true score of
+the last 100 training games and the step at which that first reached 18, mean and deviation of 16
+games with the policy's mode and with its samples, either's mean by the frame at which a game
+begins, modulo 4 (no-ops set that phase, and it stays: an action lasts 4 frames; these games have
+them in all runs), seconds, command, machine, versions (when it was last resumed);
+results/atari/<run>__<seed>.csv gets its curve. Rows of runs that are not in RUNS_DIR stay.
 """
 
 import argparse
 import csv
+import datetime
 import json
 import math
 import os
@@ -32,6 +33,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+import pairs  # noqa: E402
 
 import ppo_atari  # noqa: E402
 
@@ -50,9 +53,10 @@ RUNS = {  # options, and the step after which the run is stopped
     "Pong-fp32": ("--env Pong --total-timesteps 10000000 --precision fp32", 3_000_000),
     "Breakout": ("--env Breakout --total-timesteps 10000000", 10_000_000),
 }
+SEEDS = {"Pong": range(1, 6), "Pong-fp32": [1], "Breakout": [1]}  # of the record; else 1, 2
 COLUMNS = (
     "run seed steps episodic_return steps_to_18 mode sampled by_phase sampled_by_phase "
-    "wall_seconds command precision machine versions"
+    "wall_seconds command precision machine versions processor date"
 ).split()
 CURVE = ("global_step", "wall_seconds", "episodic_return")
 
@@ -122,6 +126,8 @@ def record(run_dir):
         "precision": "bf16" if ppo_atari.make_model(args).bf16 else "fp32",
         "machine": f"{platform.machine()} {capability}, {config['options']['num_workers']} core(s)",
         "versions": json.dumps(config["versions"]),
+        "processor": pairs.processor(),
+        "date": datetime.date.fromtimestamp((run_dir / "progress.csv").stat().st_mtime),
     }
 
 
@@ -157,15 +163,16 @@ def main():
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: those of the record")
     parser.add_argument("--collect", action="store_true", help="record the runs so far")
     args = parser.parse_args()
     if args.collect:
         collect()
         return
     for name in args.runs:
-        for seed in args.seeds:
+        for seed in args.seeds or SEEDS.get(name, [1, 2]):
             run(name, seed)
+    collect()
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ not in RUNS_DIR stay.
 import argparse
 import concurrent.futures
 import csv
+import datetime
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS_DIR = Path(os.environ.get("RUNS_DIR", ROOT / "runs" / "learn_ppo"))
@@ -85,21 +87,24 @@ RUNS = {
     "ladder-6-ppo": f"{LANDER} {MANY} --gae-lambda 0.98 --learning-rate 5e-4",
 }
 COLUMNS = (
-    "run seed steps episodic_return eval_return eval_sd wall_seconds command versions"
+    "run seed steps episodic_return eval_return eval_sd wall_seconds command versions "
+    "processor date"
 ).split()
 CURVE = ("global_step", "wall_seconds", "episodic_return")
 
 
 def run(name, seed):
-    """Train and evaluate, one thread."""
+    """Train, from where the run stopped if there is one, and evaluate, one thread."""
     script = [sys.executable, "-W", "ignore", str(ROOT / "ppo.py")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
-    where = ["--log-dir", str(RUNS_DIR), "--run-name", f"{name}__{seed}", "--quiet"]
-    options = [*RUNS[name].split(), "--seed", str(seed)]
-    subprocess.run([*script, *options, *where], env=environment, check=True)
-    evaluation = [*script, "--eval", str(RUNS_DIR / f"{name}__{seed}"), "--eval-episodes", "50"]
+    run_dir, options = RUNS_DIR / f"{name}__{seed}", [*RUNS[name].split(), "--seed", str(seed)]
+    options += ["--log-dir", str(RUNS_DIR), "--run-name", run_dir.name]
+    if (run_dir / "checkpoint.pt").exists():
+        options = ["--resume", str(run_dir)]
+    subprocess.run([*script, *options, "--quiet"], env=environment, check=True)
+    evaluation = [*script, "--eval", str(run_dir), "--eval-episodes", "50"]
     done = subprocess.run(evaluation, env=environment, check=True, capture_output=True, text=True)
-    (RUNS_DIR / f"{name}__{seed}" / "evaluation.txt").write_text(done.stdout)
+    (run_dir / "evaluation.txt").write_text(done.stdout)
 
 
 def summarise(run_dir):
@@ -122,8 +127,10 @@ def summarise(run_dir):
         "eval_return": mean,
         "eval_sd": sd,
         "wall_seconds": f"{float(last['wall_seconds']):.1f}",
-        "command": "python ppo.py " + shlex.join(config["command"][1:-5]),
+        "command": f"python ppo.py {RUNS[name]} --seed {seed}",
         "versions": json.dumps(config["versions"]),
+        "processor": pairs.processor(),
+        "date": datetime.date.fromtimestamp((run_dir / "progress.csv").stat().st_mtime),
     }
 
 

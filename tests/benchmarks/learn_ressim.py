@@ -6,12 +6,14 @@
 
 Every run has one core (--num-workers 0). `--collect` writes results/ressim/<run>__<seed>.csv, the
 rows with an evaluation, and results/ressim/runs.json, the commands, versions and machine. What is
-there of runs that are not in RUNS_DIR stays.
+there of runs that are not in RUNS_DIR stays. A run that was stopped is resumed.
 """
 
 import argparse
 import concurrent.futures
 import csv
+import datetime
+import itertools
 import json
 import os
 import platform
@@ -19,6 +21,8 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS_DIR = Path(os.environ.get("RUNS_DIR", ROOT / "runs" / "learn_ressim"))
@@ -110,6 +114,8 @@ for case in ("v1", "v3", "v4"):
             "1e-4 --update-epochs 5", words
         )
 RUNS["v4-only-4"] = RUNS["v4-only-4"].replace("iterations 150", "iterations 300")  # still rising
+SEEDS = {f"{case}-climb": [1, 2, 3] for case in COSTS} | {"v1-bounded": [1, 2, 3, 4]}
+SEEDS |= dict.fromkeys(("v1-only-5", "v3-only-4", "v4-only-4", "rod-only-4"), [1, 2, 3])
 COLUMNS = ("iteration", "global_step", "wall_seconds", "sim_seconds", "sim_cost")
 COLUMNS += (
     "level",
@@ -128,11 +134,14 @@ def command(name, seed):
 
 
 def run(name, seed):
-    """Carry out one run, one thread."""
-    where = ["--log-dir", str(RUNS_DIR), "--run-name", f"{name}__{seed}", "--quiet"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    call = [sys.executable, "-W", "ignore", *command(name, seed), *where]
-    return subprocess.run(call, cwd=ROOT, env=environment).returncode
+    """Carry out one run, or the rest of it, one thread."""
+    run_dir, call = RUNS_DIR / f"{name}__{seed}", command(name, seed)
+    if (run_dir / "checkpoint.pt").exists():
+        call = [*itertools.takewhile(lambda word: word[:2] != "--", call), "--resume", str(run_dir)]
+    else:
+        call += ["--log-dir", str(RUNS_DIR), "--run-name", run_dir.name]
+    call = [sys.executable, "-W", "ignore", *call, "--quiet"]
+    subprocess.run(call, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
 
 
 def collect(stopped=()):
@@ -155,8 +164,10 @@ def collect(stopped=()):
             writer.writeheader()
             writer.writerows(rows)
         runs[run_dir.name] = {
-            "command": "python " + shlex.join(config["command"][:-5]),
+            "command": "python " + shlex.join(command(*run_dir.name.split("__"))),
             "versions": config["versions"],
+            "processor": pairs.processor(),
+            "date": str(datetime.date.fromtimestamp((run_dir / "progress.csv").stat().st_mtime)),
             "iterations": int(rows[-1]["iteration"]),
         }
     machine = {"machine": platform.machine(), "cores": os.cpu_count(), "runs side by side": 2}
@@ -168,16 +179,19 @@ def main():
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: those of the record")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--collect", action="store_true", help="only copy finished runs")
     parser.add_argument("--stopped", nargs="+", default=[], help="with --collect: these runs too")
     args = parser.parse_args()
     if not args.collect:
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as executor:
-            for name in args.runs:
-                for seed in args.seeds:
-                    executor.submit(run, name, seed)
+            runs = [
+                (name, seed) for name in args.runs for seed in args.seeds or SEEDS.get(name, [1, 2])
+            ]
+            runs = [executor.submit(run, *each) for each in runs]
+        for finished in runs:
+            finished.result()
     collect(args.stopped)
 
 

@@ -2,15 +2,18 @@
 
 import argparse
 import csv
+import datetime
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 COLUMNS = ("case", "processor", "ours", "sb3", "ratio", "lowest", "highest", "pairs", "versions")
+COLUMNS += ("date", "command")
 
 
 def measure(script, who, case, environment):
@@ -35,11 +38,13 @@ def main(script, description, cases, functions, results, environment):
     """Run a benchmark's command line.
 
     `functions` are {"ours": f, "sb3": f}: a case's arguments → (steps per second, versions). Writes
-    a row per case to the file `results`, beside those of other cases and other processors.
+    a row per case to the file `results`, beside those of other cases and other processors; one with
+    more pairs than this run's stays, so give another machine of the same name another --processor.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--pairs", type=int, default=5, help="runs of each of the two per case")
     parser.add_argument("--cases", nargs="+", default=list(cases), choices=cases)
+    parser.add_argument("--processor", default=processor(), help="what the row calls this one")
     parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.only:
@@ -56,14 +61,17 @@ def main(script, description, cases, functions, results, environment):
             for _ in range(args.pairs)
         ]
         ratios = [mine[0] / peers[0] for mine, peers in pairs]
-        row = {"case": case, "processor": processor(), "pairs": args.pairs}
+        row = {"case": case, "processor": args.processor, "pairs": args.pairs}
+        row |= {"date": datetime.date.today(), "command": shlex.join(["python", *sys.argv])}
         row |= {"ratio": f"{statistics.median(ratios):.2f}"}
         row |= {"lowest": f"{min(ratios):.2f}", "highest": f"{max(ratios):.2f}"}
         for i, who in enumerate(functions):
             row[who] = round(statistics.median(pair[i][0] for pair in pairs))
         row["versions"] = json.dumps(pairs[0][0][1] | pairs[0][1][1])
-        rows[case, row["processor"]] = row
         print(row, flush=True)
+        if args.pairs < int(rows.get((case, args.processor), row)["pairs"]):
+            continue
+        rows[case, args.processor] = row
         with results.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()

@@ -5,7 +5,7 @@
 
 Stable-Baselines3 and skrl get an environment of their own, runs/peers, made when it is first
 needed. What was run, when, on what, for how long is added to results/log.csv. Runs that learn
-resume where they can and are copied to results/ when they are finished.
+go on where they were stopped, and are copied to results/ when all are finished.
 """
 
 import argparse
@@ -40,6 +40,8 @@ JOBS = {
         "20 hours",
         "learn_ressim.py --jobs 2",
     ),
+    "costs": ("what a step of each level costs", "5 minutes", "speed_ressim.py --costs"),
+    "reservoir": ("a run on ResSim-v1, and its picture", "5 minutes", "figures.py reservoir"),
     "tables": ("tables of README.md and tests/benchmarks/README.md", "seconds", "tables.py"),
     "figures": ("figures of the recorded results", "seconds", "figures.py"),
 }
