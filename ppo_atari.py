@@ -38,7 +38,6 @@ import math
 import multiprocessing.connection
 import os
 import pickle
-import platform
 import re
 import signal
 import subprocess
@@ -469,11 +468,10 @@ def make_optimizer(model, split=False):
 
 
 def keep_freed_memory():
-    """Have glibc keep what is freed: new pages for every minibatch make updates slower."""
-    if platform.libc_ver()[0] == "glibc":
+    """Have glibc keep what is freed: new pages for every array cost up to a quarter of the time."""
+    with suppress(AttributeError, TypeError):  # another C library
         mallopt, M_TRIM_THRESHOLD, M_MMAP_MAX = ctypes.CDLL(None).mallopt, -1, -4
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 # ------------------------------------------------------------------------------------ games

@@ -4,20 +4,17 @@
     python ppo_multilevel.py --env ResSim-v1 --levels 5    # finest grid only: PPO
     python ppo_multilevel.py --env ResSim-v1 --schedule together          # the paper's schedule
     python ppo_multilevel.py --env my_simulation.py:make --levels 1 2 --num-steps 40
-    tensorboard --logdir runs
 
 This is `ppo.py` with a simulation on L levels, coarse to fine, and two ways to use them. A *climb*
 (the default) trains on one level at a time; checks on the finest level tell where a second of
 simulation teaches most, see `Climb`. *Together* is the paper's schedule, multilevel Monte Carlo:
 per iteration N actors take many steps T^1 on the coarsest level and few, T^L, on the finest. On
 each level l > 1 a partner simulation on level l−1 follows the fine one, so that few samples tell
-their difference; the sum of the coarsest level's loss and these differences telescopes to the
-finest level's loss. A climb pays where coarse levels teach something by themselves, together needs
-levels that move alike; --analyse tells before any training.
+their difference; the coarsest level's loss and these differences add up to the finest level's loss.
+A climb pays where coarse levels teach by themselves, together where levels move alike: --analyse.
 
-Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), algorithms as in its
-author's "Implementation of multilevel PPO in Stable Baselines 3" (2023); "PPO" is arXiv 1707.06347
-and "GAE" is arXiv 1506.02438, see `ppo.py`.
+Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), algorithms as in the
+author's "Implementation of multilevel PPO in Stable Baselines 3" (2023); "PPO", "GAE": `ppo.py`.
 
     δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                             PPO, Eq. (12)
     Â_t = δ_t + γλ (1 − done_t) Â_{t+1},   R_t = Â_t + V(s_t)           PPO, Eq. (11); GAE, Eq. (16)
@@ -33,18 +30,16 @@ default, clips partners' policy terms with their sign and leaves out their value
 
 Departures from print: Algorithm 3 prints L_a without its minus sign and the entropy term as −C_e
 L_now; Algorithm 4's text prints N T^l ≤ M^l for ≥; Algorithm 5 prints map_from after the fine step
-and assigns ã twice: both members of a pair must start from the same state, so the coarse one is
-mapped before it, and takes the same action a^L. From the author's code: each level keeps its own
-stream of episodes; a partner's values come from its own observations; one normaliser of advantages
-serves all levels, one for each would erase the differences that the method adds up.
+and assigns ã twice: here the coarse member is mapped before it, to start from one state, and takes
+one action a^L. From the author's code: each level has its own episodes; a partner's values come
+from its own observations; one normaliser of advantages serves all levels.
 
 A simulation is a function `make(level, evaluation=False, validation=False)` that returns a
-Gymnasium env whose spaces are the policy's (the finest level's) on every level; the last two ask
-for starts of their own, for evaluations and a climb's checks, and may be missing. The env owns
-`psi()`, its state → the policy's observation; `phi(action)`, which `step` applies to the policy's
-action; `map_from(other)`, which takes over the state of the same simulation on another level; and
-maybe a static method `step_batch(envs, actions)` → (obs, rewards, terminated, truncated) of several
-envs. Rewards must mean the same on all levels: a mean over the cells does, a sum not.
+Gymnasium env with the same spaces on every level; the last two, which may be missing, ask for
+starts of their own. The env owns `psi()`, its state → the policy's observation; `phi(action)`,
+which `step` applies to the policy's action; `map_from(other)`, which takes over another level's
+state; maybe a static method `step_batch(envs, actions)` → (obs, rewards, terminated, truncated) of
+several envs. Rewards must mean the same on all levels: a mean over the cells does, a sum not.
 
 Shapes: L levels, T^l steps, N actors, B minibatches of M^l rows, D observation entries, A action
 entries. A tilde in the paper is `sync` here. All that is stored at t belongs to the action at t:
@@ -54,6 +49,7 @@ its reward r_t; `terminated[t]`, `truncated[t]`, how it ended the episode.
 import argparse
 import copy
 import csv
+import ctypes
 import datetime
 import functools
 import gc
@@ -183,6 +179,7 @@ def add_network_options(parser):
 def train(args, rule=None):
     """Train as `args` say; `rule` chooses each iteration's levels, see `Climb`. Returns the `Run`.
     Saves, then raises GameError, when a game fails."""
+    keep_freed_memory()
     torch.set_num_threads(1)  # more threads only slow a small network down
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
@@ -230,10 +227,9 @@ def rollouts(model, pool, plan, args, generator):
 
 @torch.no_grad()
 def rollout(model, pool, level, T, args, generator):
-    """Take T steps with all N actors on a level index (ML, Algorithm 5). Returns the buffers
-    [own], or [own, sync] where there are partners, each tensors (T, N, ...): obs, actions,
-    logprobs, values, next_values, rewards, terminated, truncated; and the (return, length) of the
-    level's own episodes that ended."""
+    """Take T steps with all N actors on a level (ML, Algorithm 5). Returns the buffers [own], or
+    [own, sync] with partners, tensors (T, N, ...): obs, actions, logprobs, values, next_values,
+    rewards, terminated, truncated; and the (return, length) of its own episodes that ended."""
     paired, act = level > 0 and args.schedule == "together", fast_act(model)
     by_step = paired and args.coupling == "step"
     # Views of the level's own member 2l and, if paired, of its partner 2l − 1: own first.
@@ -465,14 +461,13 @@ class Climb:
     """--schedule climb: one level at a time, the one that pays on the finest level.
 
     A check plays episodes on the finest level with the policy's mode, always from the same starts;
-    the best parameters by them are the run's result. A window of training on one level is
-    productive if the best check has risen by more than ERRORS standard errors of the difference.
-    Then the run stays; but once a window on the next level costs at most a SHARE of the time since
-    the last trial, it is tried, and kept if it gives more per second. After a window that was not
-    productive the nearest cheaper level that has been (this one, if no cheaper has) gets one last
-    chance, as long as the next level's window: the run stays there if it is productive, else goes
-    up. A used chance returns with the next productive window. Changes of level start from the best
-    parameters. Time is counted by --level-costs."""
+    the best parameters by them are the run's result, and what a change of level starts from. A
+    window of training on one level is productive if the best check has risen by more than ERRORS
+    standard errors of the difference. Then the run stays; but once a window on the next level costs
+    at most a SHARE of the time since the last trial, it is tried, and kept if it gives more per
+    second (of --level-costs). After any other window the nearest cheaper level that was productive
+    (this one, if no cheaper was) gets one last chance, as long as the next level's window: the run
+    stays there if it is productive, else goes up. The next productive window renews the chance."""
 
     ERRORS, SHARE = 1.5, 0.25
     CHECKS = 6  # a check is due after training as long as so many checks, or at a window's end
@@ -813,6 +808,13 @@ def make_optimizer(model, split=False):
     return torch.optim.Adam(vectors, eps=1e-5, fused=True)
 
 
+def keep_freed_memory():
+    """Have glibc keep what is freed: new pages for every array cost up to a quarter of the time."""
+    with suppress(AttributeError, TypeError):  # another C library
+        mallopt, M_TRIM_THRESHOLD, M_MMAP_MAX = ctypes.CDLL(None).mallopt, -1, -4
+        mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
 # ------------------------------------------------------------------------------------ games
 def make_env(env_id, level, **options):
     """Return the simulation `env_id` at a level; its maker gets those `options` that it knows.
@@ -869,9 +871,8 @@ def to_env(action, space):
 
 class Game:
     """One simulation on one level that starts its next episode by itself: row n of the arrays of a
-    member, where it writes what comes of a step. `next_obs` is where the step led, `obs` what to
-    act on next, an episode's first if the step `ended` one. Return and length are those of the
-    episode so far."""
+    member, for what comes of a step. `next_obs` is where the step led, `obs` what to act on next,
+    an episode's first if the step `ended` one. Return and length are of the episode so far."""
 
     def __init__(self, args, level, n, seed, arrays, **options):
         self.name, self.n, self.seed, self.arrays = f"{args.env} level {level}", n, seed, arrays
@@ -944,8 +945,7 @@ def layers(env):
 class Games:
     """The actors of one worker, those in `rows` of all N, with their `members`: own¹, sync², own²,
     sync³, own³, ...: 2l is the game of level index l, 2l − 1 its partner, one level below. They
-    live in one process, so that map_from moves no state between processes. The shared arrays have a
-    leading axis of members."""
+    live in one process, for map_from. The shared arrays have a leading axis of members."""
 
     def __init__(self, args, levels, seeds, rows, arrays, **options):
         self.rows, self.arrays, self.members = slice(rows[0], rows[-1] + 1), members(arrays), []
