@@ -30,16 +30,16 @@ default, clips partners' policy terms with their sign and leaves out their value
 
 Departures from print: Algorithm 3 prints L_a without its minus sign and the entropy term as −C_e
 L_now; Algorithm 4's text prints N T^l ≤ M^l for ≥; Algorithm 5 prints map_from after the fine step
-and assigns ã twice: here the coarse member is mapped before it, to start from one state, and takes
-one action a^L. From the author's code: each level has its own episodes; a partner's values come
-from its own observations; one normaliser of advantages serves all levels.
+and assigns ã twice: here the coarse member is mapped before it, to start from the same state, and
+takes the same action a^L. From the author's code: each level has its own episodes; a partner's
+values come from its own observations; one normaliser of advantages serves all levels.
 
 A simulation is a function `make(level, evaluation=False, validation=False)` that returns a
-Gymnasium env with the same spaces on every level; the last two, which may be missing, ask for
-starts of their own. The env owns `psi()`, its state → the policy's observation; `phi(action)`,
+Gymnasium env with the same spaces on all levels; the last two, if there, ask for starts of their
+own (validation: checks). The env owns `psi()`, its state → the policy's observation; `phi(action)`,
 which `step` applies to the policy's action; `map_from(other)`, which takes over another level's
-state; maybe a static method `step_batch(envs, actions)` → (obs, rewards, terminated, truncated) of
-several envs. Rewards must mean the same on all levels: a mean over the cells does, a sum not.
+state; maybe a static `step_batch(envs, actions)` → (obs, rewards, terminated, truncated) of several
+envs. Rewards must mean the same on all levels: a mean over cells does, a sum not.
 
 Shapes: L levels, T^l steps, N actors, B minibatches of M^l rows, D observation entries, A action
 entries. A tilde in the paper is `sync` here. All that is stored at t belongs to the action at t:
@@ -465,9 +465,9 @@ class Climb:
     window of training on one level is productive if the best check has risen by more than ERRORS
     standard errors of the difference. Then the run stays; but once a window on the next level costs
     at most a SHARE of the time since the last trial, it is tried, and kept if it gives more per
-    second (of --level-costs). After any other window the nearest cheaper level that was productive
-    (this one, if no cheaper was) gets one last chance, as long as the next level's window: the run
-    stays there if it is productive, else goes up. The next productive window renews the chance."""
+    second (of --level-costs). After an unproductive window the nearest cheaper level that was
+    productive (this one, if none was) gets one last chance, as long as the next level's window: the
+    run stays there if it is productive, else goes up. A productive window renews the chance."""
 
     ERRORS, SHARE = 1.5, 0.25
     CHECKS = 6  # a check is due after training as long as so many checks, or at a window's end

@@ -16,7 +16,6 @@ results/atari/<run>__<seed>.csv gets its curve. Rows of runs that are not in RUN
 
 import argparse
 import csv
-import datetime
 import json
 import math
 import os
@@ -126,8 +125,7 @@ def record(run_dir):
         "precision": "bf16" if ppo_atari.make_model(args).bf16 else "fp32",
         "machine": f"{platform.machine()} {capability}, {config['options']['num_workers']} core(s)",
         "versions": json.dumps(config["versions"]),
-        "processor": pairs.processor(),
-        "date": datetime.date.fromtimestamp((run_dir / "progress.csv").stat().st_mtime),
+        **pairs.origin(run_dir),
     }
 
 

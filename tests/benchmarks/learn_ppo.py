@@ -13,7 +13,6 @@ not in RUNS_DIR stay.
 import argparse
 import concurrent.futures
 import csv
-import datetime
 import json
 import os
 import subprocess
@@ -129,8 +128,7 @@ def summarise(run_dir):
         "wall_seconds": f"{float(last['wall_seconds']):.1f}",
         "command": f"python ppo.py {RUNS[name]} --seed {seed}",
         "versions": json.dumps(config["versions"]),
-        "processor": pairs.processor(),
-        "date": datetime.date.fromtimestamp((run_dir / "progress.csv").stat().st_mtime),
+        **pairs.origin(run_dir),
     }
 
 

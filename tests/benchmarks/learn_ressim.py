@@ -12,7 +12,6 @@ there of runs that are not in RUNS_DIR stays. A run that was stopped is resumed.
 import argparse
 import concurrent.futures
 import csv
-import datetime
 import itertools
 import json
 import os
@@ -166,8 +165,7 @@ def collect(stopped=()):
         runs[run_dir.name] = {
             "command": "python " + shlex.join(command(*run_dir.name.split("__"))),
             "versions": config["versions"],
-            "processor": pairs.processor(),
-            "date": str(datetime.date.fromtimestamp((run_dir / "progress.csv").stat().st_mtime)),
+            **pairs.origin(run_dir),
             "iterations": int(rows[-1]["iteration"]),
         }
     machine = {"machine": platform.machine(), "cores": os.cpu_count(), "runs side by side": 2}

@@ -34,6 +34,12 @@ def processor():
     return f"{name}, {os.cpu_count()} cores"
 
 
+def origin(run_dir):
+    """Return the processor, this one's, and the day of a run's last row."""
+    day = datetime.date.fromtimestamp((run_dir / "progress.csv").stat().st_mtime)
+    return {"processor": processor(), "date": str(day)}
+
+
 def main(script, description, cases, functions, results, environment):
     """Run a benchmark's command line.
 
