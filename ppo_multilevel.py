@@ -2195,10 +2195,9 @@ def parse_with_run(parser, argv):
     torch.zeros(1, device=None if args.device == "auto" else args.device).item()  # is it there?
     if args.device == "cuda" and NUM_RANKS > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if not run_dir:
-        Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-        if RANK == 0 and (path := run_path(args)).exists():
-            parser.error(f"argument --run-name: {path} is there already")
+    if RANK == 0 and not run_dir:  # the name may be taken, too long, in a folder without access
+        (path := run_path(args)).mkdir(parents=True)
+        path.rmdir()
     return args
 
 

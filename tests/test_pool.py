@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,7 +43,7 @@ COMMANDS = {
         ["step", 1, True],
     ],
 }
-linux = pytest.mark.skipif(sys.platform != "linux", reason="uses pgrep, ps and /dev/shm")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="uses /proc and /dev/shm")
 
 
 @pytest.fixture(params=SCRIPTS, ids=lambda script: script.__name__)
@@ -439,15 +440,22 @@ def test_second_signal_before_there_is_a_checkpoint(tmp_path, monkeypatch, capsy
 # Whole runs ---------------------------------------------------------------------------------------
 
 
+def process(pid):
+    """Return the state of a process and its parent; "" and 0 if it is gone."""
+    with suppress(OSError):
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return state, int(parent)
+    return "", 0
+
+
 def alive(pid):
     """Whether the process exists and is no zombie."""
-    listed = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
-    return bool(listed.stdout.strip()) and not listed.stdout.strip().startswith("Z")
+    return process(pid)[0] not in ("", "Z")
 
 
 def runs(pid):
     """Whether the process computes: it does not wait for anything but a core."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+    return process(pid)[0] == "R"
 
 
 def wait_until(condition, seconds):
@@ -494,8 +502,8 @@ def end_run(script, how, log_dir):
             return bool(rows) and rows[0] >= 3
 
         assert wait_until(trains, 90)
-        listed = subprocess.run(["pgrep", "-P", str(main.pid)], capture_output=True, text=True)
-        workers = [int(pid) for pid in listed.stdout.split()]
+        pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+        workers = [pid for pid in pids if process(pid)[1] == main.pid]
         if script is ppo_atari:  # all workers are in the middle of a rollout
             assert wait_until(lambda: all(map(runs, workers)), 30)
         started = time.monotonic()
