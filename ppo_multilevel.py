@@ -1286,6 +1286,7 @@ class Run(AbstractContextManager):
             self.counters["wall_seconds"] += time.perf_counter() - began
             if row or self.args.eval_every:
                 self.log(row | self.counters)
+            self.share_done() < 1 or report("nothing learned: the first check costs --total-cost")
         self.started = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
         self.signal = agreed or self.signal

@@ -297,6 +297,13 @@ def test_unchanged_result_is_not_evaluated_again(tmp_path, monkeypatch):
     assert [True, *(a != b for a, b in zip(returns[1:], returns))] == better
 
 
+def test_length_of_no_more_than_a_check(tmp_path, capsys):
+    """Such a run learns nothing, and says so."""
+    argv = [*SMALL, "--total-cost", "1", "--log-dir", str(tmp_path)]
+    assert ml.train(ml.parse_args(argv)).iteration == 0
+    assert "nothing learned: the first check costs --total-cost\n" in capsys.readouterr().err
+
+
 def test_learning_rate_falls_with_the_cost(tmp_path):
     """--anneal-lr: each iteration's rate is by the share of the run's cost before it."""
     argv = [*SMALL, "--total-cost", "300", "--anneal-lr", "--log-dir", str(tmp_path)]
