@@ -1,5 +1,6 @@
 """Settings of the tests: where the scripts are, and which tests run only on request."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -23,6 +24,14 @@ def pytest_configure(config):
     config.addinivalue_line(
         "filterwarnings", r"ignore:.*The environment ResSim.* is out of date:DeprecationWarning"
     )
+
+
+def pytest_collection_finish(session):
+    """Keep what is imported out of garbage collections, which measured costs begin with."""
+    import torch._dynamo  # noqa: F401, Adam and SummaryWriter would import them later
+    import torch.utils.tensorboard  # noqa: F401
+
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config, items):
