@@ -131,7 +131,6 @@ def add_common_options(parser):
 # ------------------------------------------------------------------------------------ train
 def train(args):
     """Train as `args` say. Returns the `Run`. Saves, then raises GameError, when a game fails."""
-    keep_freed_memory()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a worker that is forked off must not find several
     torch.manual_seed(args.seed)
@@ -648,6 +647,7 @@ def game_seeds(args, starts):
 def make_pool(args, model, seeds, num_workers, num_steps=None, **options):
     """Return the pool of one game per seed; on a CPU the model plays rollouts in its workers. The
     arrays of the games' last step are (N, ...), the rollout's buffer is in *name, (T, N, ...)."""
+    keep_freed_memory()
     T, N, frames = args.num_steps if num_steps is None else num_steps, len(seeds), (84, 84, 4)
     arrays = {"obs": (frames, "uint8"), "next_obs": (frames, "uint8"), "rewards": ((), "float32")}
     arrays |= {name: ((), "bool") for name in ("terminated", "truncated", "ended")}

@@ -179,7 +179,6 @@ def add_network_options(parser):
 def train(args, rule=None):
     """Train as `args` say; `rule` chooses each iteration's levels, see `Climb`. Returns the `Run`.
     Saves, then raises GameError, when a game fails."""
-    keep_freed_memory()
     torch.set_num_threads(1)  # more threads only slow a small network down
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
@@ -1079,6 +1078,7 @@ def game_seeds(args, *starts):
 
 def make_pool(args, model, seeds, num_workers, levels=None, **options):
     """Return the pool of actors on the levels, with a seed per member and actor (2L − 1, N)."""
+    keep_freed_memory()
     (M, N), D, A = seeds.shape, (model.obs_dim,), model.head.shape
     actions = "int64" if num_options(model.action_space) else "float32"
     layout = {"obs": (D, "float32"), "next_obs": (D, "float32"), "rewards": ((), "float32")}
