@@ -1227,9 +1227,10 @@ def parse_with_run(parser, argv):
     torch.zeros(1, device=None if args.device == "auto" else args.device).item()  # is it there?
     if args.device == "cuda" and NUM_RANKS > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if RANK == 0 and not run_dir:  # the name may be taken, too long, in a folder without access
-        (path := run_path(args)).mkdir(parents=True)
-        path.rmdir()
+    if RANK == 0 and not run_dir:
+        (path := run_path(args)).parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # it is free; other OSErrors: it cannot be a name
+            path.stat() and parser.error(f"argument --run-name: {path} is there already")
     return args
 
 

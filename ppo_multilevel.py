@@ -818,8 +818,7 @@ def keep_freed_memory():
 def make_env(env_id, level, **options):
     """Return the simulation `env_id` at a level; its maker gets those `options` that it knows.
     Raises ValueError if it is none, or has spaces that the model does not know."""
-    make = load_make(env_id)
-    known = inspect.signature(make).parameters
+    known = inspect.signature(make := load_make(env_id)).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     env = make(level=level, **{k: x for k, x in options.items() if takes_all or k in known})
     if not isinstance(env, gym.Env):
@@ -2196,9 +2195,10 @@ def parse_with_run(parser, argv):
     torch.zeros(1, device=None if args.device == "auto" else args.device).item()  # is it there?
     if args.device == "cuda" and NUM_RANKS > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if RANK == 0 and not run_dir:  # the name may be taken, too long, in a folder without access
-        (path := run_path(args)).mkdir(parents=True)
-        path.rmdir()
+    if RANK == 0 and not run_dir:
+        (path := run_path(args)).parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # it is free; other OSErrors: it cannot be a name
+            path.stat() and parser.error(f"argument --run-name: {path} is there already")
     return args
 
 

@@ -274,7 +274,7 @@ def test_log_dir_that_cannot_be(refused, tmp_path, log_dir):
 def test_run_name_that_is_taken(refused, tmp_path, name, folder):
     """The folder of the run is there already, also if its name has to be changed a little."""
     (tmp_path / folder).mkdir()
-    refused(["--log-dir", str(tmp_path), "--run-name", name], "File exists", folder)
+    refused(["--log-dir", str(tmp_path), "--run-name", name], "--run-name", folder)
 
 
 # Runs to continue or evaluate ---------------------------------------------------------------------
