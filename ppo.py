@@ -270,7 +270,6 @@ def losses(model, batch, clip_coef, clip_vloss):
 def update(model, optimizer, batch, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     seen, B = [], args.num_minibatches
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     axis = batch["advantages"].dim() - 1  # of the rows; (T, N): a row is a game's whole sequence
     own = (*[slice(None)] * axis, slice(RANK, None, NUM_RANKS))  # rows of this rank
     if args.norm_adv == "batch":
@@ -297,14 +296,12 @@ def update(model, optimizer, batch, args, generator):
             stop = args.target_kl is not None and row[3] > args.target_kl  # approx_kl
             if stop:
                 break
-            for gradient in gradients:  # of which the parameters' are views, see `make_optimizer`
-                gradient.zero_()
+            model.gradient.zero_()  # of which the parameters' gradients are views
             loss.backward()
-            norm = math.hypot(*(float(averaged(gradient).norm()) for gradient in gradients))
+            norm = float(averaged(model.gradient).norm())
             if not math.isfinite(norm):  # before it reaches the weights
                 raise FloatingPointError("no finite gradient: lower --learning-rate? --norm-value?")
-            for gradient in gradients:  # cut to this length
-                gradient *= min(1, args.max_grad_norm / (norm + 1e-6))
+            model.gradient.mul_(min(1, args.max_grad_norm / (norm + 1e-6)))  # cut to this length
             optimizer.step()
         if args.adaptive_lr:  # as in skrl's KLAdaptiveLR, by the epoch's mean approx_kl
             kl = torch.stack(seen[epoch * B :])[:, 3].mean()
@@ -566,12 +563,9 @@ def fast_act(model):
         return model.act
     *hidden, last = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in layers[::2]]
     sigma = None if discrete else head.log_std.detach().exp().numpy()
-    moments = isinstance(norm, RunningNorm) and (norm.mean.numpy(), norm.std.numpy())
 
     def act(arrays, noise):
-        h, noise = arrays["obs"], noise.numpy()
-        if moments:
-            h = ((h - moments[0]) / moments[1]).clip(-norm.cut, norm.cut)
+        h, noise = norm(torch.from_numpy(arrays["obs"])).numpy(), noise.numpy()
         for W, b in hidden:
             h = np.tanh(h @ W + b)
         pi = h @ last[0] + last[1]
@@ -582,19 +576,20 @@ def fast_act(model):
 
 
 def make_optimizer(model, split=False):
-    """Return Adam for one vector (`split`: two, policy and value function, each a group), of which
-    the parameters become views: it is faster on that than on many small tensors."""
-    critic = [model.value] if model.critic is model.actor else [model.value, model.critic]
-    value = [parameter for part in critic * split for parameter in part.parameters()]
-    policy, vectors = [p for p in model.parameters() if p not in set(value)], []
-    for parameters in filter(None, (policy, value)):
-        vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
-        vector.grad, sizes = torch.zeros_like(vector), [p.numel() for p in parameters]
-        parts = vector.detach().split(sizes), vector.grad.split(sizes)
-        for parameter, values, gradient in zip(parameters, *parts, strict=True):
-            parameter.data, parameter.grad = values.view_as(parameter), gradient.view_as(parameter)
-        vectors.append({"params": [vector]})
-    return torch.optim.Adam(vectors, eps=1e-5, fused=True)
+    """Return Adam for one vector, of which the parameters become views, as their gradients do of
+    `model.gradient`: it is faster on that than on many small tensors. With `split` it is for the
+    parameters, in two groups, policy and value function."""
+    parameters, sizes = [*model.parameters()], [p.numel() for p in model.parameters()]
+    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
+    vector.grad = model.gradient = torch.zeros_like(vector)
+    parts = vector.detach().split(sizes), vector.grad.split(sizes)
+    for parameter, values, gradient in zip(parameters, *parts, strict=True):
+        parameter.data, parameter.grad = values.view_as(parameter), gradient.view_as(parameter)
+    groups = [[vector]]
+    if split:
+        V = {*model.value.parameters(), *model.critic.parameters()} - {*model.actor.parameters()}
+        groups = [[p for p in parameters if (p in V) == last] for last in (False, True)]
+    return torch.optim.Adam([{"params": group} for group in groups], eps=1e-5, fused=True)
 
 
 # ------------------------------------------------------------------------------------ games
@@ -1206,8 +1201,6 @@ def parse_with_run(parser, argv):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if args.eval and NUM_RANKS > 1:
         parser.error("argument --eval: takes one process, not torchrun")
-    if args.export_onnx:
-        import onnx  # noqa: F401, torch needs it for that
     if run_dir := args.resume or args.eval:
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]

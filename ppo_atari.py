@@ -278,7 +278,6 @@ def losses(model, batch, clip_coef, clip_vloss):
 def update(model, optimizer, batch, args, clip_coef, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     seen, B = [], args.num_minibatches
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     own = slice(RANK, None, NUM_RANKS)  # a minibatch's rows of this rank
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
@@ -301,14 +300,12 @@ def update(model, optimizer, batch, args, clip_coef, generator):
             stop = args.target_kl is not None and row[3] > args.target_kl  # approx_kl
             if stop:
                 break
-            for gradient in gradients:  # of which the parameters' are views, see `make_optimizer`
-                gradient.zero_()
+            model.gradient.zero_()  # of which the parameters' gradients are views
             loss.backward()
-            norm = math.hypot(*(float(averaged(gradient).norm()) for gradient in gradients))
+            norm = float(averaged(model.gradient).norm())
             if not math.isfinite(norm):  # before it reaches the weights
                 raise FloatingPointError("no finite gradient: lower --learning-rate?")
-            for gradient in gradients:  # cut to this length
-                gradient *= min(1, args.max_grad_norm / (norm + 1e-6))
+            model.gradient.mul_(min(1, args.max_grad_norm / (norm + 1e-6)))  # cut to this length
             optimizer.step()
         if stop:
             break
@@ -451,19 +448,20 @@ class Categorical(nn.Module):
 
 # ------------------------------------------------------------------------------------ speed
 def make_optimizer(model, split=False):
-    """Return Adam for one vector (`split`: two, policy and value function, each a group), of which
-    the parameters become views: it is faster on that than on many small tensors."""
-    critic = [model.value] if model.critic is model.actor else [model.value, model.critic]
-    value = [parameter for part in critic * split for parameter in part.parameters()]
-    policy, vectors = [p for p in model.parameters() if p not in set(value)], []
-    for parameters in filter(None, (policy, value)):
-        vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
-        vector.grad, sizes = torch.zeros_like(vector), [p.numel() for p in parameters]
-        parts = vector.detach().split(sizes), vector.grad.split(sizes)
-        for parameter, values, gradient in zip(parameters, *parts, strict=True):
-            parameter.data, parameter.grad = values.view_as(parameter), gradient.view_as(parameter)
-        vectors.append({"params": [vector]})
-    return torch.optim.Adam(vectors, eps=1e-5, fused=True)
+    """Return Adam for one vector, of which the parameters become views, as their gradients do of
+    `model.gradient`: it is faster on that than on many small tensors. With `split` it is for the
+    parameters, in two groups, policy and value function."""
+    parameters, sizes = [*model.parameters()], [p.numel() for p in model.parameters()]
+    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
+    vector.grad = model.gradient = torch.zeros_like(vector)
+    parts = vector.detach().split(sizes), vector.grad.split(sizes)
+    for parameter, values, gradient in zip(parameters, *parts, strict=True):
+        parameter.data, parameter.grad = values.view_as(parameter), gradient.view_as(parameter)
+    groups = [[vector]]
+    if split:
+        V = {*model.value.parameters(), *model.critic.parameters()} - {*model.actor.parameters()}
+        groups = [[p for p in parameters if (p in V) == last] for last in (False, True)]
+    return torch.optim.Adam([{"params": group} for group in groups], eps=1e-5, fused=True)
 
 
 def keep_freed_memory():
@@ -1104,8 +1102,6 @@ def parse_with_run(parser, argv):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if args.eval and NUM_RANKS > 1:
         parser.error("argument --eval: takes one process, not torchrun")
-    if args.export_onnx:
-        import onnx  # noqa: F401, torch needs it for that
     if run_dir := args.resume or args.eval:
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]

@@ -450,9 +450,10 @@ def adapted_rates(monkeypatch, rates, *kls):
     losses = iter(logratios)
     monkeypatch.setattr(ppo, "losses", lambda *_: next(losses))
     words = f"--adaptive-lr 0.01 --update-epochs {len(kls)} --num-minibatches {len(kls[0])}"
-    args, model = ppo.make_parser().parse_args(words.split()), SimpleNamespace(device="cpu")
+    args = ppo.make_parser().parse_args(words.split())
+    model = SimpleNamespace(device="cpu", gradient=torch.zeros(2))
     other = nn.Parameter(torch.zeros(1))
-    weight.grad, other.grad = torch.zeros(2, 1)
+    weight.grad, other.grad = model.gradient.split(1)
     groups = [{"params": [weight], "lr": rates[0]}, {"params": [other]}]
     optimizer = torch.optim.SGD(groups, lr=rates[1])
     ppo.update(model, optimizer, {"advantages": torch.zeros(8)}, args, torch.Generator())
@@ -548,15 +549,15 @@ def test_parameter_groups(tmp_path, shared, rnn):
     model = ppo.make_model(args)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = ppo.make_optimizer(model, split=True)
-    (policy,), (value,) = [group["params"] for group in optimizer.param_groups]
+    policy, value = [group["params"] for group in optimizer.param_groups]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert len(policy) + len(value) == sum(p.numel() for p in model.parameters())
-    policy.data[:], policy.grad[:], value.data[:], value.grad[:] = 1, 10, 2, 20
     critic = [] if shared else [*model.critic.parameters()]
     of_value = {id(parameter) for parameter in [*critic, *model.value.parameters()]}
-    for parameter in model.parameters():  # is a view of its group's vector, and so is its gradient
-        expected = 2 if id(parameter) in of_value else 1
-        assert (parameter == expected).all() and (parameter.grad == 10 * expected).all()
+    assert {id(parameter) for parameter in value} == of_value
+    assert {*map(id, [*policy, *value])} == {*map(id, model.parameters())}
+    assert len(model.gradient) == sum(parameter.numel() for parameter in model.parameters())
+    model.gradient[:] = 10  # of which all gradients are views
+    assert all((parameter.grad == 10).all() for parameter in model.parameters())
 
 
 def test_value_learning_rate_is_that_of_the_value_function(tmp_path):
@@ -590,8 +591,9 @@ def test_approx_kl_is_the_exact_kl_on_average(monkeypatch):
     terms = nothing, nothing, nothing, logp[ENUMERATED] - OLD.log()[ENUMERATED]
     monkeypatch.setattr(ppo, "losses", lambda *_: terms)
     words = "--kl-coef 1 --update-epochs 1 --num-minibatches 1 --norm-adv off --max-grad-norm 1e9"
-    args, model = ppo.make_parser().parse_args(words.split()), SimpleNamespace(device="cpu")
-    logits.grad = torch.zeros(3)
+    args = ppo.make_parser().parse_args(words.split())
+    model = SimpleNamespace(device="cpu", gradient=torch.zeros(3))
+    logits.grad = model.gradient
     optimizer, batch = torch.optim.SGD([logits], 0.1), {"advantages": torch.zeros(4)}
     kl = ppo.update(model, optimizer, batch, args, torch.Generator())["approx_kl"]
     with torch.no_grad():
