@@ -1,5 +1,7 @@
 """Tests of the reservoir simulator: reference numbers, conservation, batching, level maps."""
 
+import csv
+import importlib
 import runpy
 import warnings
 from pathlib import Path
@@ -536,3 +538,17 @@ def test_render(case):
             assert tuple(after[row * zoom, col * zoom]) == colour
     blue = [image[..., 2].astype(float).mean() for image in (before, after)]
     assert blue[1] > blue[0] + 5
+
+
+def test_benchmark_reads_the_iterations_of_a_run(tmp_path, monkeypatch):
+    """Simulation and the rest are all of an iteration, of each but the first."""
+    monkeypatch.syspath_prepend(Path(__file__).parent / "benchmarks")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the benchmark sets
+    benchmark = importlib.import_module("speed_ressim")
+    options = "--schedule together --levels 1 2 --num-steps 5 5 --num-envs 2 --num-minibatches 2 "
+    options += "--num-iterations 4 --num-workers 0 --eval-every 4 --level-costs 1 2 1 --quiet"
+    args = ppo_multilevel.parse_args([*options.split(), "--log-dir", str(tmp_path)])
+    with (ppo_multilevel.train(args).run_dir / "progress.csv").open(newline="") as file:
+        simulation, rest, iteration = benchmark.iteration_seconds([*csv.DictReader(file)]).values()
+    assert len(iteration) == 3 and (simulation > 0).all() and (rest > 0).all()
+    np.testing.assert_allclose(simulation + rest, iteration)

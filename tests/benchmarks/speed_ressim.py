@@ -1,13 +1,13 @@
 """Speed and memory of multilevel PPO on ResSim-v1, recorded in results/speed_ressim.csv.
 
-    python tests/benchmarks/speed_ressim.py            # all of it
-    python tests/benchmarks/speed_ressim.py --costs    # results/level_costs.csv alone
+    python tests/benchmarks/speed_ressim.py
+    python tests/benchmarks/speed_ressim.py --costs    # results/level_costs.csv
 
-`level_costs.csv` has the milliseconds of a step on every level of ResSim-v1, v2 and the rod.
-Rows of the other: milliseconds per actor and control step on each grid (one core, 25 actors in a
-batch, random actions, all 16 fields); seconds per iteration of the paper's three-level set-up (N
-50, T 80 10 5, K 20, 10 minibatches, 2 workers), split into simulation, policy and update; memory of
-all its processes together (proportional set size, so that shared pages count once).
+Rows: milliseconds per actor and control step on each grid (one core, 25 actors in a batch, random
+actions, all 16 fields); seconds per iteration of the paper's three-level set-up (N 50, T 80 10 5, K
+20, 10 minibatches, 2 workers), and of simulation in it; memory of all its processes together
+(proportional set size, so that shared pages count once). `level_costs.csv` has the milliseconds of
+a step on every level of ResSim-v1, v2 and the rod.
 """
 
 import os
@@ -15,6 +15,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import csv
+import datetime
 import json
 import subprocess
 import sys
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "speed_ressim.csv"
 sys.path.insert(0, str(ROOT))
 
+import pairs  # noqa: E402
 import rod  # noqa: E402
 
 import ppo_multilevel  # noqa: E402
@@ -96,28 +98,36 @@ def paper_run():
     return rows, highest, versions
 
 
+def iteration_seconds(rows):
+    """Return the seconds of each iteration but the first, which factors matrices, and its parts."""
+    names = ("sim_seconds", "wall_seconds")
+    numbers = [[float(row[name]) for name in names] for row in rows if int(row["iteration"])]
+    simulation, wall = np.diff(numbers, axis=0).T
+    simulation = simulation / 2  # workers
+    parts = {"iteration: simulation": simulation, "iteration: the rest": wall - simulation}
+    return parts | {"iteration": wall}
+
+
 def main():
     """Measure, print and write RESULTS."""
-    level_costs()
+    ppo_multilevel.keep_freed_memory()  # as in training
     if "--costs" in sys.argv:
-        return
+        return level_costs()
     table = []
     for level in (5, 4, 3, 2, 1):
         ms = 1e3 * step_seconds("ResSim-v1", level) / 25
         size = ppo_multilevel.CASES["ResSim-v1"].grids[level - 1][0]
         table.append((f"{size}x{size} step", np.min(ms), np.median(ms), "ms per actor"))
     rows, highest, versions = paper_run()
-    for name in ("simulation", "policy", "update"):
-        seconds = [float(row[f"{name}_seconds"]) for row in rows[2:]]  # the first one factors
-        table.append((f"iteration: {name}", np.min(seconds), np.median(seconds), "s"))
-    walls = np.diff([float(row["wall_seconds"]) for row in rows[1:]])
-    table.append(("iteration", walls.min(), np.median(walls), "s"))
+    for name, seconds in iteration_seconds(rows).items():
+        table.append((name, seconds.min(), np.median(seconds), "s"))
     table.append(("memory, all processes", highest, highest, "MiB"))
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["what", "min", "median", "unit"])
         writer.writerows([(what, f"{a:.4g}", f"{b:.4g}", unit) for what, a, b, unit in table])
+        versions |= {"processor": pairs.processor(), "date": str(datetime.date.today())}
         writer.writerow(["versions", json.dumps(versions)])
     print(RESULTS.read_text())
 
