@@ -563,9 +563,12 @@ def fast_act(model):
         return model.act
     *hidden, last = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in layers[::2]]
     sigma = None if discrete else head.log_std.detach().exp().numpy()
+    moments = isinstance(norm, RunningNorm) and (norm.mean.numpy(), norm.std.numpy())
 
     def act(arrays, noise):
-        h, noise = norm(torch.from_numpy(arrays["obs"])).numpy(), noise.numpy()
+        h, noise = arrays["obs"], noise.numpy()
+        if moments:
+            h = ((h - moments[0]) / moments[1]).clip(-norm.cut, norm.cut)
         for W, b in hidden:
             h = np.tanh(h @ W + b)
         pi = h @ last[0] + last[1]
@@ -1201,6 +1204,8 @@ def parse_with_run(parser, argv):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if args.eval and NUM_RANKS > 1:
         parser.error("argument --eval: takes one process, not torchrun")
+    if args.export_onnx:
+        import onnx  # noqa: F401, torch needs it for that
     if run_dir := args.resume or args.eval:
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]

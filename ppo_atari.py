@@ -1102,6 +1102,8 @@ def parse_with_run(parser, argv):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if args.eval and NUM_RANKS > 1:
         parser.error("argument --eval: takes one process, not torchrun")
+    if args.export_onnx:
+        import onnx  # noqa: F401, torch needs it for that
     if run_dir := args.resume or args.eval:
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]

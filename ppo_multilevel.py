@@ -1,6 +1,6 @@
 """Multilevel PPO: policy optimisation for expensive simulations that exist on several grids.
 
-    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, 2 to 6 minutes
+    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, 1.5 to 6 minutes
     python ppo_multilevel.py --env ResSim-v1 --levels 5    # finest grid only: PPO
     python ppo_multilevel.py --env ResSim-v1 --schedule together          # the paper's schedule
     python ppo_multilevel.py --env my_simulation.py:make --levels 1 2 --num-steps 40
@@ -773,9 +773,12 @@ def fast_act(model):
         return model.act
     *hidden, last = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in layers[::2]]
     sigma = None if discrete else head.log_std.detach().exp().numpy()
+    moments = isinstance(norm, RunningNorm) and (norm.mean.numpy(), norm.std.numpy())
 
     def act(arrays, noise):
-        h, noise = norm(torch.from_numpy(arrays["obs"])).numpy(), noise.numpy()
+        h, noise = arrays["obs"], noise.numpy()
+        if moments:
+            h = ((h - moments[0]) / moments[1]).clip(-norm.cut, norm.cut)
         for W, b in hidden:
             h = np.tanh(h @ W + b)
         pi = h @ last[0] + last[1]
@@ -2168,6 +2171,8 @@ def parse_with_run(parser, argv):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if (args.analyse is not None) + bool(args.eval) + (bool(args.resume) or NUM_RANKS > 1) > 1:
         parser.error("argument --eval, --analyse: one of them, not with --resume, torchrun")
+    if args.export_onnx:
+        import onnx  # noqa: F401, torch needs it for that
     if run_dir := args.resume or args.eval or args.analyse:
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]

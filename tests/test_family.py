@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LENGTHS = {"ppo": 1274, "ppo_atari": 1175, "ppo_multilevel": 2243}  # lines at most
+LENGTHS = {"ppo": 1279, "ppo_atari": 1177, "ppo_multilevel": 2248}  # lines at most
 SCRIPTS = list(LENGTHS)
 SECTIONS = (
     "options, train, rollout, GAE, losses, update, model, heads and normalisers, speed, games, "

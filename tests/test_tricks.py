@@ -555,6 +555,7 @@ def test_parameter_groups(tmp_path, shared, rnn):
     of_value = {id(parameter) for parameter in [*critic, *model.value.parameters()]}
     assert {id(parameter) for parameter in value} == of_value
     assert {*map(id, [*policy, *value])} == {*map(id, model.parameters())}
+    assert len(policy) + len(value) == len([*model.parameters()])
     assert len(model.gradient) == sum(parameter.numel() for parameter in model.parameters())
     model.gradient[:] = 10  # of which all gradients are views
     assert all((parameter.grad == 10).all() for parameter in model.parameters())

@@ -102,7 +102,7 @@ def test_onnx_without_the_package(tmp_path, monkeypatch, capsys):
     run_dir = train(ppo, tmp_path)
     monkeypatch.setitem(sys.modules, "onnx", None)
     monkeypatch.setattr(sys, "argv", ["ppo.py", "--eval", str(run_dir), "--export-onnx"])
-    assert ppo.main() == 1
+    assert ppo.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "onnx" in line
 
