@@ -57,6 +57,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import nn
 
 
@@ -67,7 +68,15 @@ def make_parser():
     options = {"usage": argparse.SUPPRESS, "formatter_class": style, "allow_abbrev": False}
     parser = argparse.ArgumentParser(Path(__file__).name, description=about, **options)
     add_common_options(parser)
-    add_network_options(parser)
+    option = functools.partial(add_option, parser.add_argument_group("network"))
+    option("--hidden", number(int, 1, 10_000), [64, 64], "widths of the hidden layers", nargs="+")
+    option("--activation", str, "tanh", "of the hidden layers", choices=sorted(ACTIVATIONS))
+    option("--layer-norm", bool, False, "LayerNorm before every activation")
+    option("--shared-net", bool, False, "policy and value function share the hidden layers")
+    option("--init-log-std", number(float), 0.0, "log σ of a Gaussian policy at first; -3 to 0")
+    option("--full-covariance", bool, False, "Gaussian policy with correlated action entries")
+    option("--norm-obs", bool, False, "observations become (s − μ) / σ, running, cut at ±10")
+    option("--norm-value", bool, False, "value targets become (R − μ) / σ, running (PopArt)")
     option = functools.partial(add_option, parser.add_argument_group("ppo.py"))
     positive = number(float, 1e-300)
     option("--env", str, "CartPole-v1", "Gymnasium id, or module:id")
@@ -125,19 +134,6 @@ def add_common_options(parser):
     option("--target-kl", positive, None, "end an update when KL(π_old, π) is above; 0.01 to 0.05")
 
 
-def add_network_options(parser):
-    """Add the options of networks that see vectors."""
-    option = functools.partial(add_option, parser.add_argument_group("network"))
-    option("--hidden", number(int, 1, 10_000), [64, 64], "widths of the hidden layers", nargs="+")
-    option("--activation", str, "tanh", "of the hidden layers", choices=sorted(ACTIVATIONS))
-    option("--layer-norm", bool, False, "LayerNorm before every activation")
-    option("--shared-net", bool, False, "policy and value function share the hidden layers")
-    option("--init-log-std", number(float), 0.0, "log σ of a Gaussian policy at first; -3 to 0")
-    option("--full-covariance", bool, False, "Gaussian policy with correlated action entries")
-    option("--norm-obs", bool, False, "observations become (s − μ) / σ, running, cut at ±10")
-    option("--norm-value", bool, False, "value targets become (R − μ) / σ, running (PopArt)")
-
-
 # ------------------------------------------------------------------------------------ train
 def train(args):
     """Train as `args` say. Returns the `Run`. Saves, then raises GameError, when a game fails."""
@@ -175,22 +171,26 @@ def rollout(model, pool, args, generator):
     obs, actions, logprobs, values, next_values, rewards, their discounted sums, terminated,
     truncated; and the (return, length) of the episodes that ended. Games and policy meet in
     `pool.arrays`, {name: (N, ...)}."""
-    arrays, T, rows, episodes, act = pool.arrays, args.num_steps, [], [], fast_act(model)
-    results = ("next_obs", "rewards", "terminated", "truncated", "discounted")
+    arrays, T, act, buffer = pool.arrays, args.num_steps, fast_act(model), {}
+    ends = ("ended", "episode_return", "episode_length")
+    results = ("next_obs", "rewards", "terminated", "truncated", "discounted", *ends)
+    for name in (*model.stored, *results):
+        buffer[name] = np.empty((T, *arrays[name].shape), arrays[name].dtype)
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
     noise = noise.chunk(NUM_RANKS, 1)[RANK].to(model.device)  # of this rank's games
-    for t in range(T):
-        act(arrays, noise[t])
-        row = {name: arrays[name].copy() for name in model.stored}  # what the policy saw and did
+    for t, noise_t in enumerate(noise):
+        act(arrays, noise_t)
+        for name in model.stored:  # what the policy saw and did
+            buffer[name][t] = arrays[name]
         pool.call("step")
-        rows.append(row | {name: arrays[name].copy() for name in results})  # what came of it
-        ends = (arrays[name][arrays["ended"]] for name in ("episode_return", "episode_length"))
-        episodes.append([*zip(*(column.tolist() for column in ends), strict=True)])
-    buffer = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        for name in results:  # what came of it
+            buffer[name][t] = arrays[name]
     for name in ("next_obs", "rewards", "obs"):
         for t, n, *_ in np.argwhere(~(np.abs(buffer[name]) < 1e15)):  # squares fit too
             where = f"game {n}, step {t} of the rollout"
             raise GameError(f"NaN, infinity or over 1e15 in {name} of {where}")
+    ended, *ends = gathered({k: torch.from_numpy(buffer.pop(k)) for k in ends}).values()
+    episodes = [*zip(*(column[ended].tolist() for column in ends))]
     buffer = {name: torch.from_numpy(a).to(model.device) for name, a in buffer.items()}
     # One pass over all steps: no weight has changed since, so this is log π_old and V_old.
     pi, values = model(**{name: buffer[name] for name in model.inputs})
@@ -201,8 +201,7 @@ def rollout(model, pool, args, generator):
         values = model.value_norm.mean + model.value_norm.std * values
     buffer |= {"values": values[0], "next_values": values[1]}
     buffer["logprobs"] = model.head.log_prob(pi, buffer["actions"])
-    steps = zip(*gathered_objects(episodes), strict=True)  # of all ranks
-    return gathered(buffer), [episode for ranks in steps for ended in ranks for episode in ended]
+    return gathered(buffer), episodes
 
 
 # ------------------------------------------------------------------------------------ GAE
@@ -214,11 +213,11 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
     deltas = rewards + gamma * next_values * ~terminated - values
     decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
-    advantages = [torch.zeros_like(rewards[0])]  # Â_T = 0, then from the last step to the first
-    for delta_t, decay_t in zip(deltas.flip(0), decay.flip(0)):
+    advantages = deltas.flip(0)  # Â_T = 0, so δ at first; then from the last step to the first
+    for following, advantage, decay_t in zip(advantages, advantages[1:], decay.flip(0)[1:]):
         # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
-        advantages.append(torch.addcmul(delta_t, decay_t, advantages[-1]))
-    return torch.stack(advantages[:0:-1])
+        advantage.addcmul_(decay_t, following)
+    return advantages.flip(0)
 
 
 def make_batch(buffer, model, args):
@@ -281,7 +280,7 @@ def update(model, optimizer, batch, args, generator):
         if args.norm_adv == "minibatch":
             shuffled["advantages"] = [normalised(chunk) for chunk in shuffled["advantages"]]
         for i in range(B):
-            mb = {name: chunks[i][own] for name, chunks in shuffled.items()}
+            mb = {k: c[i][own] if NUM_RANKS > 1 else c[i] for k, c in shuffled.items()}
             *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
             pg_loss, v_loss, entropy = [term.mean() for term in terms]
             ratio = logratio.exp()
@@ -385,7 +384,25 @@ class Model(nn.Module):
 
 
 # ------------------------------------------------------------------------ heads and normalisers
-ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
+class NumpyTanh(torch.autograd.Function):
+    """tanh by NumPy, its gradient 1 − tanh²: on some processors torch's takes ten times as long."""
+
+    backward = staticmethod(lambda ctx, g: torch.ops.aten.tanh_backward(g, *ctx.saved_tensors))
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(y := torch.from_numpy(np.tanh(x.numpy())))
+        return y
+
+
+class Tanh(nn.Tanh):
+    def forward(self, x):
+        """tanh(x), a new tensor; by torch where NumPy cannot be: on a GPU, in `export_onnx`."""
+        here = x.device.type == "cpu" and not torch.jit.is_tracing()
+        return NumpyTanh.apply(x) if here else x.tanh()
+
+
+ACTIVATIONS = {"tanh": Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 
 
 def hidden_layers(width, args):
@@ -559,7 +576,7 @@ def fast_act(model):
     discrete = type(head) is Categorical
     plain = len(head.options) == 1 if discrete else type(head) is Gaussian and head.lower is None
     plain &= model.inputs == ("obs",) and model.device.type == "cpu"
-    if not plain or [type(x) for x in layers[:-1]] != [nn.Linear, nn.Tanh] * (len(layers) // 2):
+    if not plain or not all(isinstance(x, (nn.Linear, nn.Tanh)) for x in layers):
         return model.act
     *hidden, last = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in layers[::2]]
     sigma = None if discrete else head.log_std.detach().exp().numpy()
@@ -964,9 +981,9 @@ class Run(AbstractContextManager):
             if not self.signal:  # which would have cut it short
                 row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
         self.writer.writerow(row)
-        for name, tag in TAGS.items():
-            if name in row and math.isfinite(row[name]):
-                self.events.add_scalar(tag, row[name], row["global_step"])
+        shown = {tag: row[k] for k, tag in TAGS.items() if math.isfinite(row.get(k, math.nan))}
+        event = Summary(value=[Summary.Value(tag=k, simple_value=x) for k, x in shown.items()])
+        self.events.file_writer.add_summary(event, row["global_step"])
         line = f"update {done}/{total}  steps {row['global_step']:,}"
         for name in ("sps", "episodic_return", "eval_return", "eval_cut"):
             line += f"  {name} {row[name]:,.6g}" if name in row else ""

@@ -54,6 +54,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import nn
 
 
@@ -145,8 +146,8 @@ def train(args):
         args.quiet or RANK or print(settings(args, model), flush=True)
         while run.goes_on():
             remaining = 1 - run.iteration / args.num_iterations
-            for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1)
+            rate = args.learning_rate * (remaining if args.anneal_lr else 1)
+            optimizer.param_groups[0]["lr"] = rate
             clip_coef = args.clip_coef * (remaining if args.anneal_clip else 1)
             # Sample: T steps in each of N games with the policy π_old.
             buffer, episodes = rollout(model, run.pool, args, generator)
@@ -231,11 +232,11 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
     deltas = rewards + gamma * next_values * ~terminated - values
     decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
-    advantages = [torch.zeros_like(rewards[0])]  # Â_T = 0, then from the last step to the first
-    for delta_t, decay_t in zip(deltas.flip(0), decay.flip(0)):
+    advantages = deltas.flip(0)  # Â_T = 0, so δ at first; then from the last step to the first
+    for following, advantage, decay_t in zip(advantages, advantages[1:], decay.flip(0)[1:]):
         # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
-        advantages.append(torch.addcmul(delta_t, decay_t, advantages[-1]))
-    return torch.stack(advantages[:0:-1])
+        advantage.addcmul_(decay_t, following)
+    return advantages.flip(0)
 
 
 def make_batch(buffer, inputs, args):
@@ -447,21 +448,16 @@ class Categorical(nn.Module):
 
 
 # ------------------------------------------------------------------------------------ speed
-def make_optimizer(model, split=False):
+def make_optimizer(model):
     """Return Adam for one vector, of which the parameters become views, as their gradients do of
-    `model.gradient`: it is faster on that than on many small tensors. With `split` it is for the
-    parameters, in two groups, policy and value function."""
+    `model.gradient`: it is faster on that than on many small tensors."""
     parameters, sizes = [*model.parameters()], [p.numel() for p in model.parameters()]
     vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
     vector.grad = model.gradient = torch.zeros_like(vector)
     parts = vector.detach().split(sizes), vector.grad.split(sizes)
     for parameter, values, gradient in zip(parameters, *parts, strict=True):
         parameter.data, parameter.grad = values.view_as(parameter), gradient.view_as(parameter)
-    groups = [[vector]]
-    if split:
-        V = {*model.value.parameters(), *model.critic.parameters()} - {*model.actor.parameters()}
-        groups = [[p for p in parameters if (p in V) == last] for last in (False, True)]
-    return torch.optim.Adam([{"params": group} for group in groups], eps=1e-5, fused=True)
+    return torch.optim.Adam([vector], eps=1e-5, fused=True)
 
 
 def keep_freed_memory():
@@ -866,9 +862,9 @@ class Run(AbstractContextManager):
             if not self.signal:  # which would have cut it short
                 row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
         self.writer.writerow(row)
-        for name, tag in TAGS.items():
-            if name in row and math.isfinite(row[name]):
-                self.events.add_scalar(tag, row[name], row["global_step"])
+        shown = {tag: row[k] for k, tag in TAGS.items() if math.isfinite(row.get(k, math.nan))}
+        event = Summary(value=[Summary.Value(tag=k, simple_value=x) for k, x in shown.items()])
+        self.events.file_writer.add_summary(event, row["global_step"])
         line = f"update {done}/{total}  steps {row['global_step']:,}"
         for name in ("sps", "episodic_return", "eval_return", "eval_cut"):
             line += f"  {name} {row[name]:,.6g}" if name in row else ""

@@ -42,8 +42,7 @@ state; maybe a static `step_batch(envs, actions)` → (obs, rewards, terminated,
 envs. Rewards must mean the same on all levels: a mean over cells does, a sum not.
 
 Shapes: L levels, T^l steps, N actors, B minibatches of M^l rows, D observation entries, A action
-entries. A tilde in the paper is `sync` here. All that is stored at t belongs to the action at t:
-its reward r_t; `terminated[t]`, `truncated[t]`, how it ended the episode.
+entries. A tilde in the paper is `sync` here. All that is stored at t belongs to the action at t.
 """
 
 import argparse
@@ -91,7 +90,15 @@ def make_parser():
     options = {"usage": argparse.SUPPRESS, "formatter_class": style, "allow_abbrev": False}
     parser = argparse.ArgumentParser(Path(__file__).name, description=about, **options)
     add_common_options(parser)
-    add_network_options(parser)
+    option = functools.partial(add_option, parser.add_argument_group("network"))
+    option("--hidden", number(int, 1, 10_000), [64, 64], "widths of the hidden layers", nargs="+")
+    option("--activation", str, "tanh", "of the hidden layers", choices=sorted(ACTIVATIONS))
+    option("--layer-norm", bool, False, "LayerNorm before every activation")
+    option("--shared-net", bool, False, "policy and value function share the hidden layers")
+    option("--init-log-std", number(float), 0.0, "log σ of a Gaussian policy at first; -3 to 0")
+    option("--full-covariance", bool, False, "Gaussian policy with correlated action entries")
+    option("--norm-obs", bool, False, "observations become (s − μ) / σ, running, cut at ±10")
+    option("--norm-value", bool, False, "value targets become (R − μ) / σ, running (PopArt)")
     option = functools.partial(add_option, parser.add_argument_group("ppo_multilevel.py"))
     count, positive, fraction = number(int, 1), number(float, 1e-300), number(float, 0, 1)
     option("--env", str, "ResSim-v1", f"{', '.join(CASES)}, file.py:make or package.module:make")
@@ -162,19 +169,6 @@ def add_common_options(parser):
     option("--target-kl", positive, None, "end an update when KL(π_old, π) is above; 0.01 to 0.05")
 
 
-def add_network_options(parser):
-    """Add the options of networks that see vectors."""
-    option = functools.partial(add_option, parser.add_argument_group("network"))
-    option("--hidden", number(int, 1, 10_000), [64, 64], "widths of the hidden layers", nargs="+")
-    option("--activation", str, "tanh", "of the hidden layers", choices=sorted(ACTIVATIONS))
-    option("--layer-norm", bool, False, "LayerNorm before every activation")
-    option("--shared-net", bool, False, "policy and value function share the hidden layers")
-    option("--init-log-std", number(float), 0.0, "log σ of a Gaussian policy at first; -3 to 0")
-    option("--full-covariance", bool, False, "Gaussian policy with correlated action entries")
-    option("--norm-obs", bool, False, "observations become (s − μ) / σ, running, cut at ±10")
-    option("--norm-value", bool, False, "value targets become (R − μ) / σ, running (PopArt)")
-
-
 # ------------------------------------------------------------------------------------ train
 def train(args, rule=None):
     """Train as `args` say; `rule` chooses each iteration's levels, see `Climb`. Returns the `Run`.
@@ -188,8 +182,7 @@ def train(args, rule=None):
     with Run(args, model, optimizer, generator, rule) as run:
         while run.goes_on():
             rate = args.learning_rate * (1 - run.share_done() if args.anneal_lr else 1)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            optimizer.param_groups[0]["lr"] = rate
             plan = rule.plan()  # the levels of this iteration: one of a climb, all if together
             # Sample: T^l steps on each of them; if together, above the coarsest in pairs.
             batches, episodes = rollouts(model, run.pool, plan, args, generator)
@@ -210,9 +203,6 @@ def train(args, rule=None):
 
 
 # ------------------------------------------------------------------------------------ rollout
-STEP_RESULTS = ("next_obs", "rewards", "terminated", "truncated")
-
-
 def rollouts(model, pool, plan, args, generator):
     """Roll out the levels of a plan. Returns the batches of all members: own¹, sync², own², sync³,
     own³, ...; and each level's list of the (return, length) of its own episodes that ended."""
@@ -234,6 +224,7 @@ def rollout(model, pool, level, T, args, generator):
     # Views of the level's own member 2l and, if paired, of its partner 2l − 1: own first.
     arrays = {name: a[2 * level - paired : 2 * level + 1][::-1] for name, a in pool.arrays.items()}
     pair, rows, episodes = members(arrays), [], []
+    results = ("next_obs", "rewards", "terminated", "truncated")
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
     noise = noise.chunk(NUM_RANKS, 1)[RANK].to(model.device)  # of this rank, for both members
     for t in range(T):
@@ -243,7 +234,7 @@ def rollout(model, pool, level, T, args, generator):
             arrays["actions"][1] = arrays["actions"][0]
         row = {name: arrays[name].copy() for name in model.stored}  # what the policy saw and did
         pool.call("step", level, by_step)
-        rows.append(row | {name: arrays[name].copy() for name in STEP_RESULTS})  # what came of it
+        rows.append(row | {name: arrays[name].copy() for name in results})  # what came of it
         ends = (pair[0][name][pair[0]["ended"]] for name in ("episode_return", "episode_length"))
         episodes.append([*zip(*(column.tolist() for column in ends), strict=True)])
     buffer = {name: np.stack([row[name] for row in rows], axis=1) for name in rows[0]}
@@ -253,8 +244,7 @@ def rollout(model, pool, level, T, args, generator):
 
 
 def finish(model, buffer, level):
-    """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs. They come
-    from passes over all steps here, so that the rollout runs the policy only."""
+    """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs."""
     for name in ("next_obs", "rewards", "obs"):
         for t, n, *_ in np.argwhere(~(np.abs(buffer[name]) < 1e15)):  # squares fit too
             where = f"level {level}, actor {n}, step {t} of the rollout"
@@ -278,11 +268,11 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
     deltas = rewards + gamma * next_values * ~terminated - values
     decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
-    advantages = [torch.zeros_like(rewards[0])]  # Â_T = 0, then from the last step to the first
-    for delta_t, decay_t in zip(deltas.flip(0), decay.flip(0)):
+    advantages = deltas.flip(0)  # Â_T = 0, so δ at first; then from the last step to the first
+    for following, advantage, decay_t in zip(advantages, advantages[1:], decay.flip(0)[1:]):
         # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
-        advantages.append(torch.addcmul(delta_t, decay_t, advantages[-1]))
-    return torch.stack(advantages[:0:-1])
+        advantage.addcmul_(decay_t, following)
+    return advantages.flip(0)
 
 
 def make_batch(buffer, inputs, args):
@@ -372,8 +362,7 @@ def update(model, optimizer, batch, plan, args, generator):
     coarsest = args.num_envs * num_steps[0]  # number of the coarsest level's rows
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"], coarsest)}
-    epochs = range(args.update_epochs)
-    for mb_rows in (rows for _ in epochs for rows in minibatches(*sizes, generator)):  # (S,)
+    for mb_rows in (r for _ in range(args.update_epochs) for r in minibatches(*sizes, generator)):
         mb = {name: column[mb_rows] for name, column in batch.items()}
         if args.norm_adv == "minibatch":
             mb["advantages"] = normalised(mb["advantages"], coarsest // args.num_minibatches)
@@ -606,7 +595,25 @@ class Model(nn.Module):
 
 
 # ------------------------------------------------------------------------ heads and normalisers
-ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
+class NumpyTanh(torch.autograd.Function):
+    """tanh by NumPy, its gradient 1 − tanh²: on some processors torch's takes ten times as long."""
+
+    backward = staticmethod(lambda ctx, g: torch.ops.aten.tanh_backward(g, *ctx.saved_tensors))
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(y := torch.from_numpy(np.tanh(x.numpy())))
+        return y
+
+
+class Tanh(nn.Tanh):
+    def forward(self, x):
+        """tanh(x), a new tensor; by torch where NumPy cannot be: on a GPU, in `export_onnx`."""
+        here = x.device.type == "cpu" and not torch.jit.is_tracing()
+        return NumpyTanh.apply(x) if here else x.tanh()
+
+
+ACTIVATIONS = {"tanh": Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 
 
 def hidden_layers(width, args):
@@ -769,7 +776,7 @@ def fast_act(model):
     discrete = type(head) is Categorical
     plain = len(head.options) == 1 if discrete else type(head) is Gaussian and head.lower is None
     plain &= model.inputs == ("obs",) and model.device.type == "cpu"
-    if not plain or [type(x) for x in layers[:-1]] != [nn.Linear, nn.Tanh] * (len(layers) // 2):
+    if not plain or not all(isinstance(x, (nn.Linear, nn.Tanh)) for x in layers):
         return model.act
     *hidden, last = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in layers[::2]]
     sigma = None if discrete else head.log_std.detach().exp().numpy()
@@ -788,21 +795,16 @@ def fast_act(model):
     return act
 
 
-def make_optimizer(model, split=False):
+def make_optimizer(model):
     """Return Adam for one vector, of which the parameters become views, as their gradients do of
-    `model.gradient`: it is faster on that than on many small tensors. With `split` it is for the
-    parameters, in two groups, policy and value function."""
+    `model.gradient`: it is faster on that than on many small tensors."""
     parameters, sizes = [*model.parameters()], [p.numel() for p in model.parameters()]
     vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
     vector.grad = model.gradient = torch.zeros_like(vector)
     parts = vector.detach().split(sizes), vector.grad.split(sizes)
     for parameter, values, gradient in zip(parameters, *parts, strict=True):
         parameter.data, parameter.grad = values.view_as(parameter), gradient.view_as(parameter)
-    groups = [[vector]]
-    if split:
-        V = {*model.value.parameters(), *model.critic.parameters()} - {*model.actor.parameters()}
-        groups = [[p for p in parameters if (p in V) == last] for last in (False, True)]
-    return torch.optim.Adam([{"params": group} for group in groups], eps=1e-5, fused=True)
+    return torch.optim.Adam([vector], eps=1e-5, fused=True)
 
 
 def keep_freed_memory():
@@ -1219,8 +1221,7 @@ CHARTS = "episodic_return episodic_length eval_return eval_cut learning_rate".sp
 CHARTS += ["check_return", "level"]
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
 TAGS = {"sps": "charts/SPS"} | {name: f"charts/{name}" for name in CHARTS}  # of TensorBoard
-TAGS |= {name: f"losses/{name}" for name in LOSSES}
-TAGS |= {"sim_cost": "costs/sim_cost"}
+TAGS |= {name: f"losses/{name}" for name in LOSSES} | {"sim_cost": "costs/sim_cost"}
 COLUMNS = [*(COUNTERS | TAGS)]  # of progress.csv
 
 
@@ -1691,7 +1692,8 @@ def play(model, levels, args, generator):
                 else:
                     for m in range(L - 1, 2 * L - 1):
                         pool.call("step_member", m)
-                rows.append(row | {k: games[k].copy() for k in ("actions", *STEP_RESULTS)})
+                did = ("actions", "next_obs", "rewards", "terminated", "truncated")
+                rows.append(row | {name: games[name].copy() for name in did})
                 going = going & ~(games["ended"][-1] if by_step else games["ended"])
             buffer = {k: np.stack([row[k] for row in rows]).swapaxes(1, 2) for k in rows[0]}
             own, both = buffer["own"], buffer["own"].all(axis=2)  # (T, N, members), (T, N)

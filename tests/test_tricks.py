@@ -671,6 +671,17 @@ FUNCTIONS = {
 }
 
 
+def test_tanh_of_numpy():
+    """Tanh and its gradient are torch's, in both precisions; off the CPU it is torch's own."""
+    for dtype, tolerance in ((torch.float32, 2e-7), (torch.float64, 1e-15)):
+        x = torch.linspace(-20, 20, 999, dtype=dtype).view(3, -1).T.requires_grad_()
+        ours, theirs = ppo.Tanh()(x), x.tanh()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+        ((gradient,), (expected,)) = (torch.autograd.grad(y.sum(), x) for y in (ours, theirs))
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=4 * tolerance)
+    assert ppo.Tanh()(torch.ones(3, device="meta")).device.type == "meta"
+
+
 @pytest.mark.parametrize("layer_norm", [False, True])
 @pytest.mark.parametrize("activation", FUNCTIONS)
 def test_hidden_layers(tmp_path, activation, layer_norm):
