@@ -666,7 +666,7 @@ class Game:
     def __init__(self, args, n, seed, arrays, **options):
         self.name, self.n, self.seed, self.arrays = args.env, n, seed, arrays
         self.env, self.gamma = make_env(args.env, **options), args.gamma
-        self.close = self.env.close
+        self.close, self.space = self.env.close, self.env.action_space
 
     def start(self, states=None):
         """Start from the game's seed, or go on from its state among those of all N games."""
@@ -681,7 +681,7 @@ class Game:
     def step(self):
         """Take one step, and start the next episode if it ended this one."""
         a, n, flags = self.arrays, self.n, (True, False)
-        action = to_env(a["actions"][n], self.env.action_space)
+        action = to_env(a["actions"][n], self.space)
         obs, reward, terminated, truncated, info = self.env.step(action)
         shapes = [getattr(x, "shape", ()) for x in (reward, terminated, truncated)]
         if any(shapes) or terminated not in flags or truncated not in flags:
@@ -699,7 +699,7 @@ class Game:
 
     def show(self, name, obs, info):
         """Write an observation, and which actions are allowed there."""
-        if np.shape(obs) != self.arrays[name].shape[1:]:  # NumPy would stretch it to its place
+        if np.asarray(obs).shape != self.arrays[name].shape[1:]:  # NumPy would stretch it to its place
             raise ValueError(f"an observation has shape {np.shape(obs)}, not that of its space")
         self.arrays[name][self.n] = obs
         if name == "obs" and "action_mask" in self.arrays:
