@@ -699,7 +699,7 @@ class Game:
 
     def show(self, name, obs, info):
         """Write an observation, and which actions are allowed there."""
-        if np.asarray(obs).shape != self.arrays[name].shape[1:]:  # NumPy would stretch it to its place
+        if np.asarray(obs).shape != self.arrays[name].shape[1:]:  # NumPy would stretch it
             raise ValueError(f"an observation has shape {np.shape(obs)}, not that of its space")
         self.arrays[name][self.n] = obs
         if name == "obs" and "action_mask" in self.arrays:

@@ -901,7 +901,7 @@ class Game:
 
     def show(self, name, obs):
         """Write an observation; the first ones of reset and step are compared with psi()."""
-        if np.asarray(obs).shape != self.arrays[name].shape[1:]:  # NumPy would stretch it to its place
+        if np.asarray(obs).shape != self.arrays[name].shape[1:]:  # NumPy would stretch it
             raise ValueError(f"an observation has shape {np.shape(obs)}, not that of its space")
         if name not in self.compared and hasattr(self.env.unwrapped, "psi"):
             self.compared.add(name)
