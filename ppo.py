@@ -384,27 +384,6 @@ class Model(nn.Module):
 
 
 # ------------------------------------------------------------------------ heads and normalisers
-class NumpyTanh(torch.autograd.Function):
-    """tanh by NumPy, its gradient 1 − tanh²: on some processors torch's takes ten times as long."""
-
-    backward = staticmethod(lambda ctx, g: torch.ops.aten.tanh_backward(g, *ctx.saved_tensors))
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(y := torch.from_numpy(np.tanh(x.numpy())))
-        return y
-
-
-class Tanh(nn.Tanh):
-    def forward(self, x):
-        """tanh(x), a new tensor; by torch where NumPy cannot be: on a GPU, in `export_onnx`."""
-        here = x.device.type == "cpu" and not torch.jit.is_tracing()
-        return NumpyTanh.apply(x) if here else x.tanh()
-
-
-ACTIVATIONS = {"tanh": Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
-
-
 def hidden_layers(width, args):
     """Return layers of widths `args.hidden` over an input of `width` entries."""
     layers = []
@@ -569,6 +548,27 @@ def normalise_values(model, batch, returns):
 
 
 # ------------------------------------------------------------------------------------ speed
+class NumpyTanh(torch.autograd.Function):
+    """tanh by NumPy, its gradient 1 − tanh²: on some processors torch's takes ten times as long."""
+
+    backward = staticmethod(lambda ctx, g: torch.ops.aten.tanh_backward(g, *ctx.saved_tensors))
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(y := torch.from_numpy(np.tanh(x.numpy())))
+        return y
+
+
+class Tanh(nn.Tanh):
+    def forward(self, x):
+        """tanh(x), a new tensor; by torch where NumPy cannot be: on a GPU, in `export_onnx`."""
+        here = x.device.type == "cpu" and not torch.jit.is_tracing()
+        return NumpyTanh.apply(x) if here else x.tanh()
+
+
+ACTIVATIONS = {"tanh": Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
+
+
 def fast_act(model):
     """Return `model.act`; of a plain policy (one choice or a diagonal Gaussian, tanh, CPU) the same
     in NumPy: on a step's few rows torch is mostly overhead (tests/benchmarks/speed_ppo.py)."""
