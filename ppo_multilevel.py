@@ -755,15 +755,15 @@ class NumpyTanh(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        ctx.save_for_backward(y := torch.from_numpy(np.tanh(x.numpy())))
+        np.tanh(x.numpy(), out=(y := torch.empty_like(x)).numpy())  # into torch's aligned memory
+        ctx.save_for_backward(y)
         return y
 
 
 class Tanh(nn.Tanh):
     def forward(self, x):
         """tanh(x), a new tensor; by torch where NumPy cannot be: on a GPU, in `export_onnx`."""
-        here = x.device.type == "cpu" and not torch.jit.is_tracing()
-        return NumpyTanh.apply(x) if here else x.tanh()
+        return NumpyTanh.apply(x) if x.is_cpu and not torch.jit.is_tracing() else x.tanh()
 
 
 ACTIVATIONS = {"tanh": Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}

@@ -679,7 +679,9 @@ def test_tanh_of_numpy():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
         ((gradient,), (expected,)) = (torch.autograd.grad(y.sum(), x) for y in (ours, theirs))
         torch.testing.assert_close(gradient, expected, rtol=0, atol=4 * tolerance)
+        assert ours.grad_fn.name() == "NumpyTanhBackward" and ours.data_ptr() % 64 == 0
     assert ppo.Tanh()(torch.ones(3, device="meta")).device.type == "meta"
+    assert ppo.ACTIVATIONS["tanh"] is ppo.Tanh
 
 
 @pytest.mark.parametrize("layer_norm", [False, True])
