@@ -57,7 +57,6 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import nn
 
 
@@ -280,7 +279,7 @@ def update(model, optimizer, batch, args, generator):
         if args.norm_adv == "minibatch":
             shuffled["advantages"] = [normalised(chunk) for chunk in shuffled["advantages"]]
         for i in range(B):
-            mb = {k: c[i][own] if NUM_RANKS > 1 else c[i] for k, c in shuffled.items()}
+            mb = {name: chunks[i][own] for name, chunks in shuffled.items()}
             *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
             pg_loss, v_loss, entropy = [term.mean() for term in terms]
             ratio = logratio.exp()
@@ -576,7 +575,7 @@ def fast_act(model):
     discrete = type(head) is Categorical
     plain = len(head.options) == 1 if discrete else type(head) is Gaussian and head.lower is None
     plain &= model.inputs == ("obs",) and model.device.type == "cpu"
-    if not plain or not all(isinstance(x, (nn.Linear, nn.Tanh)) for x in layers):
+    if not plain or [type(x) for x in layers[:-1]] != [nn.Linear, Tanh] * (len(layers) // 2):
         return model.act
     *hidden, last = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in layers[::2]]
     sigma = None if discrete else head.log_std.detach().exp().numpy()
@@ -982,8 +981,8 @@ class Run(AbstractContextManager):
                 row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
         self.writer.writerow(row)
         shown = {tag: row[k] for k, tag in TAGS.items() if math.isfinite(row.get(k, math.nan))}
-        event = Summary(value=[Summary.Value(tag=k, simple_value=x) for k, x in shown.items()])
-        self.events.file_writer.add_summary(event, row["global_step"])
+        values = [self.Summary.Value(tag=tag, simple_value=x) for tag, x in shown.items()]
+        self.events.file_writer.add_summary(self.Summary(value=values), row["global_step"])
         line = f"update {done}/{total}  steps {row['global_step']:,}"
         for name in ("sps", "episodic_return", "eval_return", "eval_cut"):
             line += f"  {name} {row[name]:,.6g}" if name in row else ""
@@ -1009,6 +1008,7 @@ class Run(AbstractContextManager):
         self.writer.writerows(self.history)
         self.events = SummaryWriter(str(self.run_dir), purge_step=self.counters["global_step"] + 1)
         self.stack.callback(self.events.close)
+        self.Summary = summary.Summary  # one for all of an iteration's numbers: faster
         plain = {k: v if type(v) in (int, float) else str(v) for k, v in options.items()}
         self.events.file_writer.add_summary(summary.hparams(plain, {})[1])  # add_hparams: a new run
         self.args.quiet or self.stack.callback(print, f"run folder: {self.run_dir}")

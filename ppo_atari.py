@@ -54,7 +54,6 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import nn
 
 
@@ -863,8 +862,8 @@ class Run(AbstractContextManager):
                 row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
         self.writer.writerow(row)
         shown = {tag: row[k] for k, tag in TAGS.items() if math.isfinite(row.get(k, math.nan))}
-        event = Summary(value=[Summary.Value(tag=k, simple_value=x) for k, x in shown.items()])
-        self.events.file_writer.add_summary(event, row["global_step"])
+        values = [self.Summary.Value(tag=tag, simple_value=x) for tag, x in shown.items()]
+        self.events.file_writer.add_summary(self.Summary(value=values), row["global_step"])
         line = f"update {done}/{total}  steps {row['global_step']:,}"
         for name in ("sps", "episodic_return", "eval_return", "eval_cut"):
             line += f"  {name} {row[name]:,.6g}" if name in row else ""
@@ -890,6 +889,7 @@ class Run(AbstractContextManager):
         self.writer.writerows(self.history)
         self.events = SummaryWriter(str(self.run_dir), purge_step=self.counters["global_step"] + 1)
         self.stack.callback(self.events.close)
+        self.Summary = summary.Summary  # one for all of an iteration's numbers: faster
         plain = {k: v if type(v) in (int, float) else str(v) for k, v in options.items()}
         self.events.file_writer.add_summary(summary.hparams(plain, {})[1])  # add_hparams: a new run
         self.args.quiet or self.stack.callback(print, f"run folder: {self.run_dir}")

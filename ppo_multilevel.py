@@ -224,7 +224,6 @@ def rollout(model, pool, level, T, args, generator):
     # Views of the level's own member 2l and, if paired, of its partner 2l − 1: own first.
     arrays = {name: a[2 * level - paired : 2 * level + 1][::-1] for name, a in pool.arrays.items()}
     pair, rows, episodes = members(arrays), [], []
-    results = ("next_obs", "rewards", "terminated", "truncated")
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
     noise = noise.chunk(NUM_RANKS, 1)[RANK].to(model.device)  # of this rank, for both members
     for t in range(T):
@@ -234,7 +233,7 @@ def rollout(model, pool, level, T, args, generator):
             arrays["actions"][1] = arrays["actions"][0]
         row = {name: arrays[name].copy() for name in model.stored}  # what the policy saw and did
         pool.call("step", level, by_step)
-        rows.append(row | {name: arrays[name].copy() for name in results})  # what came of it
+        rows.append(row | {name: arrays[name].copy() for name in model.results})  # what came of it
         ends = (pair[0][name][pair[0]["ended"]] for name in ("episode_return", "episode_length"))
         episodes.append([*zip(*(column.tolist() for column in ends), strict=True)])
     buffer = {name: np.stack([row[name] for row in rows], axis=1) for name in rows[0]}
@@ -244,7 +243,8 @@ def rollout(model, pool, level, T, args, generator):
 
 
 def finish(model, buffer, level):
-    """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs."""
+    """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs. They come
+    from passes over all steps here, so that the rollout runs the policy only."""
     for name in ("next_obs", "rewards", "obs"):
         for t, n, *_ in np.argwhere(~(np.abs(buffer[name]) < 1e15)):  # squares fit too
             where = f"level {level}, actor {n}, step {t} of the rollout"
@@ -363,7 +363,7 @@ def update(model, optimizer, batch, plan, args, generator):
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"], coarsest)}
     for mb_rows in (r for _ in range(args.update_epochs) for r in minibatches(*sizes, generator)):
-        mb = {name: column[mb_rows] for name, column in batch.items()}
+        mb = {name: column[mb_rows] for name, column in batch.items()}  # (S, ...)
         if args.norm_adv == "minibatch":
             mb["advantages"] = normalised(mb["advantages"], coarsest // args.num_minibatches)
         mb = {name: column[own] for name, column in mb.items()}
@@ -560,6 +560,7 @@ class Model(nn.Module):
     """Policy and value function: hidden layers, orthogonal weights, a head for each."""
 
     inputs, stored = ("obs",), ("obs", "actions")  # of `forward`, by a rollout
+    results = ("next_obs", "rewards", "terminated", "truncated")  # of a step, stored too
     device = property(lambda model: model.value.weight.device)  # where it computes
 
     def __init__(self, obs_dim, action_space, args):
@@ -776,7 +777,7 @@ def fast_act(model):
     discrete = type(head) is Categorical
     plain = len(head.options) == 1 if discrete else type(head) is Gaussian and head.lower is None
     plain &= model.inputs == ("obs",) and model.device.type == "cpu"
-    if not plain or not all(isinstance(x, (nn.Linear, nn.Tanh)) for x in layers):
+    if not plain or [type(x) for x in layers[:-1]] != [nn.Linear, Tanh] * (len(layers) // 2):
         return model.act
     *hidden, last = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in layers[::2]]
     sigma = None if discrete else head.log_std.detach().exp().numpy()
@@ -1692,8 +1693,7 @@ def play(model, levels, args, generator):
                 else:
                     for m in range(L - 1, 2 * L - 1):
                         pool.call("step_member", m)
-                did = ("actions", "next_obs", "rewards", "terminated", "truncated")
-                rows.append(row | {name: games[name].copy() for name in did})
+                rows.append(row | {k: games[k].copy() for k in ("actions", *model.results)})
                 going = going & ~(games["ended"][-1] if by_step else games["ended"])
             buffer = {k: np.stack([row[k] for row in rows]).swapaxes(1, 2) for k in rows[0]}
             own, both = buffer["own"], buffer["own"].all(axis=2)  # (T, N, members), (T, N)
