@@ -1,8 +1,11 @@
 """The scripts are one family: the same text for the same thing, the same order of sections."""
 
 import ast
+import csv
+import datetime
 import functools
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -242,6 +245,21 @@ def test_tables_are_the_records(page, monkeypatch):
     text = (ROOT / page).read_text()
     assert text.count("<!-- table") == text.count("<!-- end -->") > 2
     assert tables.filled(text) == text, "python tests/benchmarks/tables.py"
+
+
+def test_origin_of_results():
+    """Every recorded result has its command, versions with the commit, processor and day."""
+    results = ROOT / "tests/benchmarks/results"
+    rows = [*json.loads((results / "ressim/runs.json").read_text())["runs"].values()]
+    for path in [*results.glob("*.csv"), *results.glob("analysis/*.csv")]:
+        if path.name != "climb_trials.csv":  # of other code: climb_trials.md
+            with path.open(newline="") as file:
+                rows += csv.DictReader(file)
+    for row in rows:
+        versions = row["versions"]
+        versions = json.loads(versions) if isinstance(versions, str) else versions
+        assert row["command"].startswith("python ") and versions["git_commit"], row
+        assert row["processor"] and datetime.date.fromisoformat(row["date"]), row
 
 
 def test_readme_is_a_page():

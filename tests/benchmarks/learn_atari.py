@@ -125,7 +125,7 @@ def record(run_dir):
         "precision": "bf16" if ppo_atari.make_model(args).bf16 else "fp32",
         "machine": f"{platform.machine()} {capability}, {config['options']['num_workers']} core(s)",
         "versions": json.dumps(config["versions"]),
-        **pairs.origin(run_dir),
+        **pairs.run_origin(run_dir),
     }
 
 

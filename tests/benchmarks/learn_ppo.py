@@ -128,7 +128,7 @@ def summarise(run_dir):
         "wall_seconds": f"{float(last['wall_seconds']):.1f}",
         "command": f"python ppo.py {RUNS[name]} --seed {seed}",
         "versions": json.dumps(config["versions"]),
-        **pairs.origin(run_dir),
+        **pairs.run_origin(run_dir),
     }
 
 

@@ -166,7 +166,7 @@ def collect(stopped=()):
         runs[run_dir.name] = {
             "command": "python " + shlex.join(command(*run_dir.name.split("__"))),
             "versions": config["versions"],
-            **pairs.origin(run_dir),
+            **pairs.run_origin(run_dir),
             "iterations": int(rows[-1]["iteration"]),
         }
     machine = {"machine": platform.machine(), "cores": os.cpu_count(), "runs side by side": 2}

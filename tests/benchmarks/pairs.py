@@ -1,4 +1,5 @@
-"""What the speed benchmarks share: two programs run in turn, each run in a process of its own."""
+"""What the benchmarks share: where a result comes from; and for speed two programs run in turn,
+each run in a process of its own."""
 
 import argparse
 import csv
@@ -10,10 +11,11 @@ import shlex
 import statistics
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
-COLUMNS = ("case", "processor", "ours", "sb3", "ratio", "lowest", "highest", "pairs", "versions")
-COLUMNS += ("date", "command")
+ORIGIN = ("command", "versions", "processor", "date")  # what every row of results ends with
+COLUMNS = ("case", "ours", "sb3", "ratio", "lowest", "highest", "pairs", *ORIGIN)
 
 
 def measure(script, who, case, environment):
@@ -34,7 +36,18 @@ def processor():
     return f"{name}, {os.cpu_count()} cores"
 
 
-def origin(run_dir):
+def origin(*packages):
+    """Return this program's ORIGIN, with the versions of these packages too, and the commit."""
+    names = ("torch", "gymnasium", "numpy", "scipy", *packages)
+    versions = {name: version(name) for name in names} | {"python": platform.python_version()}
+    commit = ["git", "rev-parse", "HEAD"]
+    done = subprocess.run(commit, cwd=Path(__file__).parent, capture_output=True, text=True)
+    versions = json.dumps(versions | {"git_commit": done.stdout.strip()})
+    row = {"command": shlex.join(["python", *sys.argv]), "versions": versions}
+    return row | {"processor": processor(), "date": str(datetime.date.today())}
+
+
+def run_origin(run_dir):
     """Return the processor, this one's, and the day of a run's last row."""
     day = datetime.date.fromtimestamp((run_dir / "progress.csv").stat().st_mtime)
     return {"processor": processor(), "date": str(day)}
@@ -67,8 +80,7 @@ def main(script, description, cases, functions, results, environment):
             for _ in range(args.pairs)
         ]
         ratios = [mine[0] / peers[0] for mine, peers in pairs]
-        row = {"case": case, "processor": args.processor, "pairs": args.pairs}
-        row |= {"date": datetime.date.today(), "command": shlex.join(["python", *sys.argv])}
+        row = {"case": case, "pairs": args.pairs, **origin(), "processor": args.processor}
         row |= {"ratio": f"{statistics.median(ratios):.2f}"}
         row |= {"lowest": f"{min(ratios):.2f}", "highest": f"{max(ratios):.2f}"}
         for i, who in enumerate(functions):

@@ -12,11 +12,11 @@ their deviation, and of the weights after the update, over the largest way that 
 import csv
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
+import pairs
 import stable_baselines3
 import torch
 from skrl.agents.torch import ppo as skrl_ppo
@@ -160,12 +160,10 @@ def skrl(env, ent_coef, rows, weights):
 def main():
     """Compare, write the file."""
     torch.set_num_threads(1)
-    versions = " ".join(
-        f"{name} {version(name)}" for name in ("torch", "stable_baselines3", "skrl")
-    )
+    origin = pairs.origin("stable_baselines3", "skrl")
     with RESULTS.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow("env peer advantages weights versions".split())
+        writer.writerow(["env", "peer", "advantages", "weights", *origin])
         for env, ent_coef in ENVS.items():
             rows, weights, after_sb3 = sb3(env, ent_coef)
             advantages, after = ours(env, ent_coef, rows, weights)
@@ -176,8 +174,9 @@ def main():
                 our = ppo.normalised(advantages) if peer == "skrl" else advantages
                 error = float((our - their).abs().max() / our.std())
                 far = max(float((after[name] - then[name]).abs().max()) for name in weights)
-                writer.writerow([env, peer, f"{error:.1e}", f"{far / way:.1e}", versions])
-                print(env, peer, f"{error:.1e}", f"{far / way:.1e}", flush=True)
+                row = [env, peer, f"{error:.1e}", f"{far / way:.1e}"]
+                writer.writerow([*row, *origin.values()])
+                print(*row, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pairs
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "profile.csv"
@@ -77,11 +79,11 @@ def main():
     parts = ("games", "policy", "update", "log", "other")
     with RESULTS.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["case", "steps_per_second", *parts])
+        writer.writerow(["case", "steps_per_second", *parts, *pairs.ORIGIN])
         for case, (script, options) in CASES.items():
             spent, steps, seconds = profile(script, options)
             row = [case, round(steps / seconds), *(f"{spent[p] / seconds:.3f}" for p in parts)]
-            writer.writerow(row)
+            writer.writerow([*row, *pairs.origin().values()])
             print(row)
 
 

@@ -4,25 +4,18 @@
     python tests/benchmarks/run.py speed-ppo tables     # or: all, which takes days
 
 Stable-Baselines3 and skrl get an environment of their own, runs/peers, made when it is first
-needed. What was run, when, on what, for how long is added to results/log.csv. Runs that learn
-go on where they were stopped, and are copied to results/ when all are finished.
+needed. Every row of results/ has its command, versions with the commit, processor and day. Runs
+that learn go on where they were stopped, and are copied to results/ when all are finished.
 """
 
 import argparse
-import csv
-import datetime
 import os
-import platform
 import subprocess
 import sys
-import time
 import venv
 from pathlib import Path
 
-import pairs
-
 ROOT = Path(__file__).resolve().parents[2]
-HERE = Path(__file__).parent
 PEERS = ROOT / "runs" / "peers"
 VERSIONS = ("stable-baselines3==2.9.2", "skrl==2.1.1")
 # {name: (what it is, how long on two cores, command of tests/benchmarks)}
@@ -32,6 +25,7 @@ JOBS = {
     "speed-atari": ("ppo_atari.py beside Stable-Baselines3", "30 minutes", "speed_atari.py"),
     "speed-ressim": ("time and memory of the reservoirs", "3 minutes", "speed_ressim.py"),
     "profile": ("where the time goes, by part", "3 minutes", "profile_parts.py"),
+    "analyse": ("which levels pay, by --analyse", "5 minutes", "analyse.py"),
     "ranks": ("workers and ranks", "10 minutes", "scale_ranks.py"),
     "learn-ppo": ("learning runs of ppo.py", "10 hours", "learn_ppo.py --jobs 2"),
     "learn-atari": ("learning runs of ppo_atari.py", "days", "learn_atari.py"),
@@ -58,20 +52,10 @@ def peers_python():
 
 
 def run(name):
-    """Run a job and log it."""
-    command = JOBS[name][2]
+    """Run a job, from the project's folder."""
     python = peers_python() if name in ("peers", "speed-ppo", "speed-atari") else sys.executable
-    script, *options = command.split()
-    started = time.perf_counter()
-    subprocess.run([python, HERE / script, *options], cwd=ROOT, check=True)
-    commit = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(commit, cwd=ROOT, capture_output=True, text=True)
-    row = [name, datetime.date.today(), f"python tests/benchmarks/{command}"]
-    row += [pairs.processor(), platform.python_version(), done.stdout.strip()]
-    with (HERE / "results" / "log.csv").open("a", newline="") as file:
-        if not file.tell():
-            csv.writer(file).writerow("name date command processor python commit seconds".split())
-        csv.writer(file).writerow([*row, round(time.perf_counter() - started)])
+    script, *options = JOBS[name][2].split()
+    subprocess.run([python, f"tests/benchmarks/{script}", *options], cwd=ROOT, check=True)
 
 
 def main():

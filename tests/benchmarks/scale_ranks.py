@@ -12,12 +12,13 @@ measured stay.
 
 import argparse
 import csv
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "scale_ranks.csv"
@@ -32,11 +33,11 @@ CASES = {
 }
 PARTS = ("simulation_seconds", "other_seconds")
 NUMBERS = ("sps", "sim_seconds", "wall_seconds")
-COLUMNS = ("case", "processes", "rounds", "steps_per_second", *PARTS, "versions")
+COLUMNS = ("case", "processes", "rounds", "steps_per_second", *PARTS, *pairs.ORIGIN)
 
 
 def measure(options, num_ranks, num_workers):
-    """Return the rows that count, with the seconds of their parts, and the versions of a run."""
+    """Return the rows of a run that count, with the seconds of their parts."""
     with tempfile.TemporaryDirectory() as folder:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         launcher = [*launcher, str(num_ranks)] if num_ranks > 1 else []
@@ -51,7 +52,7 @@ def measure(options, num_ranks, num_workers):
             simulated = (row["sim_seconds"] - last["sim_seconds"]) / (num_ranks * num_workers)
             other = row["wall_seconds"] - last["wall_seconds"] - simulated
             row |= {"simulation_seconds": simulated, "other_seconds": other}
-        return rows[WARM_UP:], json.loads((run_dir / "config.json").read_text())["versions"]
+        return rows[WARM_UP:]
 
 
 def main():
@@ -68,14 +69,13 @@ def main():
         seen = {name: [] for name in RANKS}
         for _ in range(args.rounds):
             for name, processes in RANKS.items():
-                rows, versions = measure(CASES[case], *processes)
-                seen[name] += rows
+                seen[name] += measure(CASES[case], *processes)
         for name, rows in seen.items():
             result = {"case": case, "processes": name, "rounds": args.rounds}
             result["steps_per_second"] = round(statistics.median(r["sps"] for r in rows))
             for part in PARTS:
                 result[part] = f"{statistics.median(r[part] for r in rows):.3f}"
-            results.append(result | {"versions": json.dumps(versions)})
+            results.append(result | pairs.origin())
             print(result, flush=True)
         with RESULTS.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)

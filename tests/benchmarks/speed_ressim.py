@@ -15,8 +15,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import csv
-import datetime
-import json
 import subprocess
 import sys
 import tempfile
@@ -63,11 +61,11 @@ def level_costs():
     """Write results/level_costs.csv: what a step of each level costs, all in one run."""
     with RESULTS.with_name("level_costs.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["case", "level", "ms"])
+        writer.writerow(["case", "level", "ms", *pairs.ORIGIN])
         for case, levels in {"ResSim-v1": 5, "ResSim-v2": 4, "rod": 4}.items():
             for level in range(1, levels + 1):
                 ms = 1e3 * np.median(step_seconds(case, level)) / 25
-                writer.writerow([case, level, f"{ms:.3g}"])
+                writer.writerow([case, level, f"{ms:.3g}", *pairs.origin().values()])
 
 
 def memory(pid):
@@ -94,8 +92,7 @@ def paper_run():
             time.sleep(0.2)
         with (Path(folder) / "run" / "progress.csv").open() as file:
             rows = list(csv.DictReader(file))
-        versions = json.loads((Path(folder) / "run" / "config.json").read_text())["versions"]
-    return rows, highest, versions
+    return rows, highest
 
 
 def iteration_seconds(rows):
@@ -118,18 +115,18 @@ def main():
         ms = 1e3 * step_seconds("ResSim-v1", level) / 25
         size = ppo_multilevel.CASES["ResSim-v1"].grids[level - 1][0]
         table.append((f"{size}x{size} step", np.min(ms), np.median(ms), "ms per actor"))
-    rows, highest, versions = paper_run()
+    rows, highest = paper_run()
     for name, seconds in iteration_seconds(rows).items():
         table.append((name, seconds.min(), np.median(seconds), "s"))
     table.append(("memory, all processes", highest, highest, "MiB"))
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["what", "min", "median", "unit"])
-        writer.writerows([(what, f"{a:.4g}", f"{b:.4g}", unit) for what, a, b, unit in table])
-        versions |= {"processor": pairs.processor(), "date": str(datetime.date.today())}
-        writer.writerow(["versions", json.dumps(versions)])
-    print(RESULTS.read_text())
+        writer.writerow(["what", "min", "median", "unit", *pairs.ORIGIN])
+        for what, lowest, median, unit in table:
+            row = [what, f"{lowest:.4g}", f"{median:.4g}", unit]
+            writer.writerow([*row, *pairs.origin().values()])
+            print(*row)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+"""Which levels pay, by --analyse: results/analysis/<simulation>-<coupling>.csv, a minute each.
+
+    python tests/benchmarks/analyse.py
+
+The initial policy, seed 1, one core, the nominal costs of learn_ressim.py.
+"""
+
+import csv
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import learn_ressim
+import pairs
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).parent / "results" / "analysis"
+CASES = [("v1", "noise"), ("v3", "noise"), ("v3", "step"), ("v4", "noise"), ("rod", "noise")]
+
+
+def analyse(case, coupling):
+    """Return the rows of an analysis, and its command."""
+    options = learn_ressim.RUNS[f"{case}-climb"].partition(" 0.1 ")[0].split()  # with the costs
+    options += ["0.1", "--coupling", coupling, "--analyse", "--num-workers", "0"]
+    options += ["--levels", "1", "2", "3", "4"] if case == "rod" else []
+    with tempfile.TemporaryDirectory() as folder:
+        call = [sys.executable, "ppo_multilevel.py", *options, "--log-dir", folder]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(call, cwd=ROOT, env=environment, check=True)
+        (path,) = Path(folder).glob("*/analysis.csv")
+        with path.open(newline="") as file:
+            return list(csv.DictReader(file)), " ".join(["python", "ppo_multilevel.py", *options])
+
+
+def main():
+    """Analyse all cases, write the files."""
+    for case, coupling in CASES:
+        rows, command = analyse(case, coupling)
+        origin = pairs.origin() | {"command": command}
+        with (RESULTS / f"{case}-{coupling}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0], *origin])
+            writer.writeheader()
+            writer.writerows(row | origin for row in rows)
+
+
+if __name__ == "__main__":
+    main()
