@@ -3,7 +3,7 @@
     python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, 1.5 to 6 minutes
     python ppo_multilevel.py --env ResSim-v1 --levels 5    # finest grid only: PPO
     python ppo_multilevel.py --env ResSim-v1 --schedule together          # the paper's schedule
-    python ppo_multilevel.py --env my_simulation.py:make --levels 1 2 --num-steps 40
+    python ppo_multilevel.py --env my_simulation.py:Rod --levels 1 2 3             # yours, see README
 
 This is `ppo.py` with a simulation on L levels, coarse to fine, and two ways to use them. A *climb*
 (the default) trains on one level at a time; checks on the finest level tell where a second of
@@ -34,12 +34,11 @@ and assigns ã twice: here the coarse member is mapped before it, to start from 
 takes the same action a^L. From the author's code: each level has its own episodes; a partner's
 values come from its own observations; one normaliser of advantages serves all levels.
 
-A simulation is a function `make(level, evaluation=False, validation=False)` that returns a
-Gymnasium env with the same spaces on all levels; the last two, if there, ask for starts of their
-own (validation: checks). The env owns `psi()`, its state → the policy's observation; `phi(action)`,
-which `step` applies to the policy's action; `map_from(other)`, which takes over another level's
-state; maybe a static `step_batch(envs, actions)` → (obs, rewards, terminated, truncated) of several
-envs. Rewards must mean the same on all levels: a mean over cells does, a sum not.
+A simulation is a class or function that makes Gymnasium envs, `make(level, evaluation=False,
+validation=False)`, with the same spaces on all levels; the last two, if it has them, ask for starts
+of their own (validation: checks). `step` applies `phi(action)`; pairs of levels need `psi()`, state
+→ observation, and `map_from(other)`, which takes over another level's state; a static `step_batch(
+envs, actions)` may step several. Rewards mean the same on all levels: means over cells, not sums.
 
 Shapes: L levels, T^l steps, N actors, B minibatches of M^l rows, D observation entries, A action
 entries. A tilde in the paper is `sync` here. All that is stored at t belongs to the action at t.
@@ -101,7 +100,7 @@ def make_parser():
     option("--norm-value", bool, False, "value targets become (R − μ) / σ, running (PopArt)")
     option = functools.partial(add_option, parser.add_argument_group("ppo_multilevel.py"))
     count, positive, fraction = number(int, 1), number(float, 1e-300), number(float, 0, 1)
-    option("--env", str, "ResSim-v1", f"{', '.join(CASES)}, file.py:make or package.module:make")
+    option("--env", str, "ResSim-v1", "ResSim-v1 to -v4 (log σ -2.9), file.py:make or module:make")
     text = "climb: one level at a time; together: all in each iteration (by default rate 3e-5, 10 "
     text += "epochs, KL 0.05, 200 iterations); None: climb if there are several levels"
     option("--schedule", str, None, text, choices=("climb", "together"))
@@ -122,7 +121,7 @@ def make_parser():
     text = "literal: Algorithm 4, unbounded; bounded: clip by signed Â, values fit own rows only"
     option("--correction", str, "bounded", text, choices=("literal", "bounded"))
     parser.set_defaults(num_workers=num_cores(), eval_every=10, num_envs=50, num_minibatches=10)
-    parser.set_defaults(hidden=[150, 100, 80], shared_net=True, init_log_std=-2.9, anneal_lr=False)
+    parser.set_defaults(hidden=[150, 100, 80], shared_net=True, anneal_lr=False)
     parser.set_defaults(learning_rate=1e-4, update_epochs=5, clip_coef=0.1, clip_vloss=False)
     parser.set_defaults(ent_coef=0.001, vf_coef=1.0)
     return parser
@@ -2117,6 +2116,7 @@ def parse_args(argv=None):
     given = parser.parse_args(argv)  # --env, --schedule, --levels decide on the others' defaults
     climbed, cost, pair, pair_steps = DEFAULTS.get(given.env, ([], 0.0, [], []))
     parser.set_defaults(levels=climbed, schedule="together" if len(given.levels) == 1 else "climb")
+    parser.set_defaults(init_log_std=-2.9 if given.env in CASES else 0.0)
     if given.schedule == "together" and len(given.levels) != 1 and given.analyse is None:
         parser.set_defaults(learning_rate=3e-5, update_epochs=10, target_kl=0.05)
         parser.set_defaults(levels=pair, num_steps=[100, "auto"] if given.levels else pair_steps)

@@ -291,5 +291,5 @@ def test_torchrun_commands_are_accepted(name, ranks, options, tmp_path, monkeypa
 def test_readme_commands_are_accepted(name, options, tmp_path):
     """Every command that the README and the docstrings show is one that the script takes."""
     if "my_simulation.py" in options:
-        options = options.replace("my_simulation.py:make", "envs:make")
+        options = options.replace("my_simulation.py:Rod", "envs:make")
     importlib.import_module(name).parse_args([*options.split(), "--log-dir", str(tmp_path)])

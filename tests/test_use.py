@@ -1,5 +1,6 @@
 """Tests of what one does with a trained policy: sampled evaluation, export to ONNX, README code."""
 
+import json
 import re
 import shutil
 import sys
@@ -186,7 +187,7 @@ def test_readme_simulation_trains(tmp_path, coupling):
     path, names = tmp_path / "my_simulation.py", {}
     path.write_text(readme_code("map_from"))
     exec(path.read_text(), names)
-    coarse, fine = names["make"](1), names["make"](2)
+    coarse, fine = names["Rod"](1), names["Rod"](2)
     fine.reset(seed=3)
     coarse.reset(seed=4)
     for _ in range(10):
@@ -194,6 +195,16 @@ def test_readme_simulation_trains(tmp_path, coupling):
         np.testing.assert_allclose(coarse.psi(), fine.psi(), rtol=1e-6)
         rewards = [env.step(np.float32([0.5, -0.5, 0, 1]))[1] for env in (coarse, fine)]
         assert rewards[0] == pytest.approx(rewards[1], rel=0.2)
-    options = f"--env {path}:make --levels 1 2 --schedule together --coupling {coupling}".split()
+    options = f"--env {path}:Rod --levels 1 2 --schedule together --coupling {coupling}".split()
     run_dir = train(ppo_multilevel, tmp_path, *options, "--num-steps", "8", "4")
     assert (run_dir / "checkpoint.pt").exists()
+
+
+def test_readme_simulation_climbs_without_more(tmp_path):
+    """A climb needs neither psi nor map_from, and begins with σ = 1."""
+    code = readme_code("map_from").partition("    def map_from")[0].replace("psi", "observe")
+    (path := tmp_path / "bare.py").write_text(code)
+    run_dir = train(ppo_multilevel, tmp_path, "--env", f"{path}:Rod", "--levels", "1", "2")
+    config = json.loads((run_dir / "config.json").read_text())
+    assert config["options"]["schedule"] == "climb" and config["options"]["init_log_std"] == 0
+    assert ppo_multilevel.parse_args(["--levels", "1"]).init_log_std == -2.9
