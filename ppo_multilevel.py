@@ -3,7 +3,7 @@
     python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, 1.5 to 6 minutes
     python ppo_multilevel.py --env ResSim-v1 --levels 5    # finest grid only: PPO
     python ppo_multilevel.py --env ResSim-v1 --schedule together          # the paper's schedule
-    python ppo_multilevel.py --env my_simulation.py:Rod --levels 1 2 3             # yours, see README
+    python ppo_multilevel.py --env my_simulation.py:Rod --levels 1 2 3   # yours, see README
 
 This is `ppo.py` with a simulation on L levels, coarse to fine, and two ways to use them. A *climb*
 (the default) trains on one level at a time; checks on the finest level tell where a second of
