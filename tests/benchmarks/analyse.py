@@ -22,9 +22,10 @@ CASES = [("v1", "noise"), ("v3", "noise"), ("v3", "step"), ("v4", "noise"), ("ro
 
 def analyse(case, coupling):
     """Return the rows of an analysis, and its command."""
-    options = learn_ressim.RUNS[f"{case}-climb"].partition(" 0.1 ")[0].split()  # with the costs
-    options += ["0.1", "--coupling", coupling, "--analyse", "--num-workers", "0"]
-    options += ["--levels", "1", "2", "3", "4"] if case == "rod" else []
+    levels = range(1, len(learn_ressim.COSTS[case]) + 1)
+    options = learn_ressim.simulation(case, levels).split()
+    options += ["--coupling", coupling, "--analyse", "--num-workers", "0"]
+    options += ["--levels", *map(str, levels)] if case == "rod" else []
     with tempfile.TemporaryDirectory() as folder:
         call = [sys.executable, "ppo_multilevel.py", *options, "--log-dir", folder]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}

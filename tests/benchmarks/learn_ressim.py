@@ -5,17 +5,17 @@
     python tests/benchmarks/learn_ressim.py --collect           # copy finished runs to results/
 
 Every run has one core (--num-workers 0). `--collect` writes results/ressim/<run>__<seed>.csv, the
-rows with an evaluation, and results/ressim/runs.json, the commands, versions and machine. What is
-there of runs that are not in RUNS_DIR stays. A run that was stopped is resumed.
+rows with an evaluation, and results/ressim/runs.json, where they come from. What is there of runs
+that are not in RUNS_DIR stays. A run that was stopped is resumed.
 """
 
 import argparse
 import concurrent.futures
 import csv
+import functools
 import itertools
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -67,17 +67,18 @@ SAME += "--eval-every 5 "
 ITERATIONS = {1: 300, 2: 300, 3: 200, 4: 150, 5: 150}
 
 
-def comparison(case):
-    """Return the runs that are compared on a case: {name: options}."""
-    last, costs = len(COSTS[case]), COSTS[case]
+def simulation(case, levels):
+    """Return the options for a case, with what its levels and an update cost."""
     env = f"--env ResSim-{case} "
     if case == "rod":
         env = "--env tests/benchmarks/rod.py:make --init-log-std -0.5 "
+    words = " ".join(f"{COSTS[case][level - 1] / 1e3:g}" for level in levels)
+    return f"{env}--level-costs {words} 0.1 "
 
-    def options(levels):
-        words = " ".join(f"{costs[level - 1] / 1e3:g}" for level in levels)
-        return f"{env}--level-costs {words} 0.1 "
 
+def comparison(case):
+    """Return the runs that are compared on a case: {name: options}."""
+    last, options = len(COSTS[case]), functools.partial(simulation, case)
     every = options(range(1, last + 1)) + SAME
     every += {"v1": "--total-cost 25000 ", "rod": "--levels 1 2 3 4 "}.get(case, "")
     runs = {f"{case}-climb": every}
@@ -148,7 +149,7 @@ def collect(stopped=()):
     """Copy what finished runs, and those `stopped`, have logged at evaluations to RESULTS."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     index = RESULTS / "runs.json"
-    runs = json.loads(index.read_text())["runs"] if index.exists() else {}
+    runs = json.loads(index.read_text()) if index.exists() else {}
     for run_dir in sorted(RUNS_DIR.iterdir()):
         config = json.loads((run_dir / "config.json").read_text())
         options = config["options"]
@@ -169,9 +170,7 @@ def collect(stopped=()):
             **pairs.run_origin(run_dir),
             "iterations": int(rows[-1]["iteration"]),
         }
-    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "runs side by side": 2}
-    runs = dict(sorted(runs.items()))
-    index.write_text(json.dumps({"machine": machine, "runs": runs}, indent=1))
+    index.write_text(json.dumps(dict(sorted(runs.items())), indent=1))
 
 
 def main():

@@ -76,14 +76,14 @@ def profile(script, options):
 
 def main():
     """Profile all cases, write the table."""
-    parts = ("games", "policy", "update", "log", "other")
+    parts, origin = ("games", "policy", "update", "log", "other"), pairs.origin()
     with RESULTS.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["case", "steps_per_second", *parts, *pairs.ORIGIN])
+        writer.writerow(["case", "steps_per_second", *parts, *origin])
         for case, (script, options) in CASES.items():
             spent, steps, seconds = profile(script, options)
             row = [case, round(steps / seconds), *(f"{spent[p] / seconds:.3f}" for p in parts)]
-            writer.writerow([*row, *pairs.origin().values()])
+            writer.writerow([*row, *origin.values()])
             print(row)
 
 

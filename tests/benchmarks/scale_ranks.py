@@ -61,7 +61,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     args = parser.parse_args()
-    results = []
+    results, origin = [], pairs.origin()
     if RESULTS.exists():
         with RESULTS.open(newline="") as file:
             results = [row for row in csv.DictReader(file) if row["case"] not in args.cases]
@@ -75,7 +75,7 @@ def main():
             result["steps_per_second"] = round(statistics.median(r["sps"] for r in rows))
             for part in PARTS:
                 result[part] = f"{statistics.median(r[part] for r in rows):.3f}"
-            results.append(result | pairs.origin())
+            results.append(result | origin)
             print(result, flush=True)
         with RESULTS.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)

@@ -59,13 +59,14 @@ def step_seconds(case, level, actors=25, episodes=5, steps=5):
 
 def level_costs():
     """Write results/level_costs.csv: what a step of each level costs, all in one run."""
+    origin = pairs.origin()
     with RESULTS.with_name("level_costs.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["case", "level", "ms", *pairs.ORIGIN])
+        writer.writerow(["case", "level", "ms", *origin])
         for case, levels in {"ResSim-v1": 5, "ResSim-v2": 4, "rod": 4}.items():
             for level in range(1, levels + 1):
                 ms = 1e3 * np.median(step_seconds(case, level)) / 25
-                writer.writerow([case, level, f"{ms:.3g}", *pairs.origin().values()])
+                writer.writerow([case, level, f"{ms:.3g}", *origin.values()])
 
 
 def memory(pid):
@@ -110,7 +111,7 @@ def main():
     ppo_multilevel.keep_freed_memory()  # as in training
     if "--costs" in sys.argv:
         return level_costs()
-    table = []
+    table, origin = [], pairs.origin()
     for level in (5, 4, 3, 2, 1):
         ms = 1e3 * step_seconds("ResSim-v1", level) / 25
         size = ppo_multilevel.CASES["ResSim-v1"].grids[level - 1][0]
@@ -122,10 +123,10 @@ def main():
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["what", "min", "median", "unit", *pairs.ORIGIN])
+        writer.writerow(["what", "min", "median", "unit", *origin])
         for what, lowest, median, unit in table:
             row = [what, f"{lowest:.4g}", f"{median:.4g}", unit]
-            writer.writerow([*row, *pairs.origin().values()])
+            writer.writerow([*row, *origin.values()])
             print(*row)
 
 
