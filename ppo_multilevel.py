@@ -447,15 +447,15 @@ class Climb:
     A check plays episodes on the finest level with the policy's mode, always from the same starts;
     the best parameters by them are the run's result, and what a change of level starts from. A
     window of training on one level is productive if the best check has risen by more than ERRORS
-    standard errors of the difference. Then the run stays; but once a window on the next level costs
-    at most a SHARE of the time since the last trial, it is tried, and kept if it gives more per
-    second (of --level-costs). After an unproductive window the nearest cheaper level that was
-    productive (this one, if none was) gets one last chance, as long as the next level's window: the
-    run stays there if it is productive, else goes up. A productive window renews the chance."""
+    standard errors of the difference. Then the run stays; but once a window costs at most a SHARE
+    of the time since the last trial, the next level is tried, and kept if it gives more per second
+    (of --level-costs). After an unproductive window the nearest cheaper level that was productive,
+    if there is one, gets a last chance, a window there: the run stays if it is productive, else
+    goes up. A productive window of the level's own renews its chance."""
 
     ERRORS, SHARE = 1.5, 0.25
     CHECKS = 6  # a check is due after training as long as so many checks, or at a window's end
-    ITERATIONS, PART = 5, 0.2  # a window's least length: iterations, part of the time so far
+    ITERATIONS, PART = 5, 0.2  # a window's least length: of the next level, of the time so far
 
     def __init__(self, args):
         self.args, self.level, self.refit = args, 0, not args.norm_obs
@@ -506,17 +506,17 @@ class Climb:
         level, last, rate = self.level, len(self.args.levels) - 1, gain / self.spent
         productive, above = gain > self.ERRORS * error, min(level + 1, last)
         self.paid[level] = self.kind != "chance" and (productive or self.paid[level])
-        chances = [i for i in (level, *range(level)) if self.paid[i] and i < last]  # the best last
-        cost, spared = self.usual(above), self.SHARE * (self.time - self.tried)  # of a trial
+        chances = [i for i in range(level) if self.paid[i]]  # the best last
+        window, spared = self.usual(level), self.SHARE * (self.time - self.tried)
         if self.kind == "trial" and rate <= self.rate:
             self.go(run, self.home, rate, "back: less than there")
         elif self.kind == "chance" and not productive:
             self.go(run, min(self.home + 1, last), rate, "up: the last chance was missed")
-        elif productive and not self.kind and level < last and cost <= spared:
-            self.tried = self.time + cost
-            self.go(run, above, rate, "a trial", "trial", cost)
+        elif productive and not self.kind and level < last and window <= spared:
+            self.tried = self.time + window
+            self.go(run, above, rate, "a trial", "trial", window)
         elif not productive and chances:
-            self.go(run, chances[-1], rate, "a last chance: no more than noise", "chance", cost)
+            self.go(run, chances[-1], rate, "a last chance: no more than noise", "chance", window)
         elif not productive and level < last:
             self.go(run, above, rate, "up: no more than noise")
         else:
@@ -538,8 +538,9 @@ class Climb:
         self.window, self.spent = window or self.usual(self.level), 0.0  # its seconds, those gone
 
     def usual(self, level):
-        """Return how long a window on a level is."""
-        return max(self.ITERATIONS * self.seconds(level), self.PART * self.time)
+        """Return how long a window on a level is: what a fair trial of the next one would cost."""
+        above = min(level + 1, len(self.args.levels) - 1)
+        return max(self.ITERATIONS * self.seconds(above), self.PART * self.time)
 
     def seconds(self, level):
         """Return what an iteration on a level index takes."""
