@@ -11,7 +11,6 @@ simulation teaches most, see `Climb`. *Together* is the paper's schedule, multil
 per iteration N actors take many steps T^1 on the coarsest level and few, T^L, on the finest. On
 each level l > 1 a partner simulation on level l−1 follows the fine one, so that few samples tell
 their difference; the coarsest level's loss and these differences add up to the finest level's loss.
-A climb pays where coarse levels teach by themselves, together where levels move alike: --analyse.
 
 Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), algorithms as in the
 author's "Implementation of multilevel PPO in Stable Baselines 3" (2023); "PPO", "GAE": `ppo.py`.
@@ -449,9 +448,8 @@ class Climb:
     window of training on one level is productive if the best check has risen by more than ERRORS
     standard errors of the difference. Then the run stays; but once a window costs at most a SHARE
     of the time since the last trial, the next level is tried, and kept if it gives more per second
-    (of --level-costs). After an unproductive window the nearest cheaper level that was productive,
-    if there is one, gets a last chance, a window there: the run stays if it is productive, else
-    goes up. A productive window of the level's own renews its chance."""
+    (of --level-costs). If it was not productive, the nearest cheaper level that has been since its
+    last chance gets one, a window; if there is none, or it misses it, the run goes up."""
 
     ERRORS, SHARE = 1.5, 0.25
     CHECKS = 6  # a check is due after training as long as so many checks, or at a window's end
@@ -1588,10 +1586,9 @@ def analyse(args):
         cells = {name: f"{value:.3g}" for name, value in row.items()}
         cells |= {n: f"{row[n]:.4g} ± {row[n + '_error']:.1g}" for n in row if n + "_error" in row}
         print("".join(cells.get(name, "").rjust(width) for name, width in widths.items()).rstrip())
-    for row in rows[:-1]:
-        if row["against"] == finest:
-            row["verdict"] = verdict(row)
-            print(f"level {row['level']}: {row['verdict']}")
+    for row in (row for row in rows[:-1] if row["against"] == finest):
+        row["verdict"] = verdict(row)
+        print(f"level {row['level']}: {row['verdict']}")
     path = Path(args.analyse or run_path(args)) / "analysis.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
@@ -1667,7 +1664,9 @@ def verdict(row):
         (rho + error < 0.6, "drop it, it does not see what matters"),
         (True, "no verdict: too few episodes, or the policy's noise does not change the returns"),
     ]
-    return next(text for holds, text in lines if holds) + f"; rho {rho:.4g} ± {error:.1g}"
+    text = next(text for holds, text in lines if holds) + f"; rho {rho:.4g} ± {error:.1g}"
+    alike = abs(bias) < 0.5 * max(abs(row["return"]), abs(row["return"] - bias), 1e-99)
+    return text if alike else text + "; returns differ: same rewards? does a solver diverge?"
 
 
 @torch.no_grad()

@@ -115,7 +115,7 @@ def test_independent_levels(monkeypatch, tmp_path):
 def test_few_episodes(error, verdict):
     """A level is dropped if its ρ is surely small."""
     row = {"rho_return": 0.4, "rho_return_error": error, "kurtosis": 3, "check": 0, "saving": 1}
-    row["difference"] = 0
+    row |= {"difference": 0, "return": 1}
     assert ml.verdict(row).startswith(verdict)
 
 
@@ -126,6 +126,15 @@ def test_level_with_a_known_bias(monkeypatch, tmp_path):
     assert row["difference"] == pytest.approx(-1.5, abs=1e-5)
     assert row["rho_return"] == pytest.approx(1) and row["check"] < 1
     assert "enough on its own" in row["verdict"] and "bias 1.5" in row["verdict"]
+    assert row["verdict"].endswith("diverge?")  # the shift is most of the return, which is near 0
+
+
+@pytest.mark.parametrize("difference, warns", [(0.9, False), (1.1, True), (-0.6, True), (-2, True)])
+def test_returns_that_differ(difference, warns):
+    """By half of the larger one: a sum over cells is no mean, a solver may have diverged."""
+    row = {"rho_return": 0.99, "rho_return_error": 0.01, "kurtosis": 3, "check": 0, "saving": 9}
+    row |= {"difference": difference, "return": 1}
+    assert ("same rewards?" in ml.verdict(row)) is warns
 
 
 def test_known_correlation(monkeypatch, tmp_path):
