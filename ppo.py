@@ -1,7 +1,7 @@
 """PPO (proximal policy optimisation) for Gymnasium environments, observations seen as vectors.
 
     python ppo.py --env CartPole-v1                        # train, about half a minute
-    python ppo.py --env Pendulum-v1 --gamma 0.9 --num-envs 8 --num-steps 256 --learning-rate 1e-3
+    python ppo.py --env Pendulum-v1 --gamma 0.9 --num-steps 256 --learning-rate 1e-3 --norm-reward
     python ppo.py --env Taxi-v4 --num-envs 16 --learning-rate 1e-3 --norm-reward  # action masks
     python ppo.py --eval runs/CartPole-v1__ppo__1__<time>  # evaluate what a run has learned
     tensorboard --logdir runs

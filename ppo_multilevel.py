@@ -448,8 +448,8 @@ class Climb:
     window of training on one level is productive if the best check has risen by more than ERRORS
     standard errors of the difference. Then the run stays; but once a window costs at most a SHARE
     of the time since the last trial, the next level is tried, and kept if it gives more per second
-    (of --level-costs). If it was not productive, the nearest cheaper level that has been since its
-    last chance gets one, a window; if there is none, or it misses it, the run goes up."""
+    (of --level-costs). If not, the nearest cheaper level that was productive since its last chance
+    gets a chance, a window there; if there is no such level, or it fails, the run goes up."""
 
     ERRORS, SHARE = 1.5, 0.25
     CHECKS = 6  # a check is due after training as long as so many checks, or at a window's end

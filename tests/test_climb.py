@@ -77,7 +77,7 @@ def window(rule, run, mean, spread=0.0):
 
 
 def test_productive_level_is_kept(climb):
-    """The first window takes five of the next level's iterations; later ones a fifth of the time."""
+    """The first window takes what five iterations of the next level would; later a fifth."""
     rule, run = climb()
     assert rule.window == 5 * 50 and window(rule, run, 1.0) == 13 * 20
     assert rule.level == 0 and rule.paid == [True, False, False]

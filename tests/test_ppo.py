@@ -574,9 +574,12 @@ def test_status_lines(capsys, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
-def test_learns_cartpole(tmp_path, seed):
-    """The default command reaches a mean return of 475, CartPole's "solved"."""
-    command = [sys.executable, "ppo.py", "--env", "CartPole-v1", "--seed", seed, "--quiet"]
+@pytest.mark.parametrize("env, least", [("CartPole-v1", 475), ("Pendulum-v1", -250)])
+def test_learns(tmp_path, env, least, seed):
+    """The README's commands do: to 475, CartPole's "solved", and to -250 on Pendulum."""
+    command = f"python ppo.py --env {env}.*?(?= {{2,}}#)"
+    options = re.findall(command, (ROOT / "README.md").read_text())[0].split()[2:]
+    command = [sys.executable, "ppo.py", *options, "--seed", seed, "--quiet"]
     subprocess.run([*command, "--log-dir", str(tmp_path)], cwd=ROOT, check=True)
     (run_dir,) = tmp_path.iterdir()
-    assert max(float(row["episodic_return"]) for row in progress(run_dir)) >= 475
+    assert max(float(row["episodic_return"]) for row in progress(run_dir)) >= least

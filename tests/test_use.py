@@ -181,6 +181,21 @@ def test_readme_code_loads_a_policy(tmp_path, monkeypatch, env):
     assert list(names["env"].return_queue) == expected.tolist()
 
 
+def test_readme_code_loads_a_policy_of_levels(tmp_path):
+    """So do they for ppo_multilevel.py with the changes that the README names."""
+    run_dir = train(ppo_multilevel, tmp_path, "--env", "envs:make", "--levels", "1", "2")
+    args = ppo_multilevel.parse_args(["--eval", str(run_dir), "--eval-episodes", "1"])
+    expected, rewards = ppo_multilevel.evaluate_run(args), []
+    lines = readme_code("load_checkpoint").replace("runs/my-run", str(run_dir)).splitlines()
+    code = "\n".join(line for line in lines if line.split(" =")[0].strip() not in ("state", "mask"))
+    policy = re.search(r"action, state = (model\.policy)\(.*", code)[0]
+    code = code.replace(policy, "action, _ = model.policy(obs)").replace("ppo.", "ppo_multilevel.")
+    code = code.replace("make_env(args.env)", "make_env(args.env, args.eval_level)")
+    code = code.replace("import ppo\n", "import ppo_multilevel\n") + "\n    rewards.append(reward)"
+    exec(code, {"rewards": rewards})
+    assert sum(rewards) == pytest.approx(expected[0], rel=1e-5)
+
+
 @pytest.mark.parametrize("coupling", ["step", "noise"])
 def test_readme_simulation_trains(tmp_path, coupling):
     """The rod has the same spaces and the same physics on its levels, and trains on two of them."""

@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RUNS_DIR = Path(os.environ.get("RUNS_DIR", ROOT / "runs" / "learn_ppo"))
 RESULTS = Path(__file__).parent / "results"
 
-# Sources: CleanRL's defaults for MuJoCo and CartPole, rl-zoo3's for Acrobot, MountainCar and
-# Pendulum, with larger minibatches; our own trials with seed 1 for the others.
+# Sources: CleanRL's defaults for MuJoCo and CartPole, rl-zoo3's for Acrobot and
+# MountainCar, with larger minibatches; our own trials with seed 1 for the others.
 MUJOCO = (
     "--num-envs 1 --num-steps 2048 --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 "
     "--ent-coef 0 --norm-obs --norm-reward --total-timesteps 1000000"
@@ -61,8 +61,7 @@ RUNS = {
         "--ent-coef 0 --total-timesteps 1000000"
     ),
     "Pendulum": (
-        "--env Pendulum-v1 --num-envs 4 --num-steps 1024 --num-minibatches 32 --update-epochs 10 "
-        "--gamma 0.9 --learning-rate 1e-3 --ent-coef 0 --no-clip-vloss --total-timesteps 500000"
+        "--env Pendulum-v1 --gamma 0.9 --num-steps 256 --learning-rate 1e-3 --norm-reward"
     ),
     "Taxi": (
         "--env Taxi-v4 --num-envs 16 --learning-rate 1e-3 --norm-reward --total-timesteps 500000"

@@ -327,9 +327,6 @@ def ladder():
 
 
 # ------------------------------------------------------------------------------------ Atari, speed
-DEFAULTS = {"CartPole-v1", "HalfCheetah-v5", "Breakout, default"}
-
-
 def atari():
     """Lines of the default runs of two games."""
     runs = grouped(read("atari.csv"), "run")
@@ -362,28 +359,33 @@ def peers():
     return markdown(["env", "peer", "advantages", "weights"], rows)
 
 
-def speed(cases=None):
-    """Steps per second beside Stable-Baselines3, of all cases or of these."""
-    header = ["case", "processor", "steps/s", "Stable-Baselines3", "ratio, median (range)"]
-    rows = []
+def speeds():
+    """Yield case, processor, steps per second, ratio and row of what was run beside its peer."""
     for script in ("ppo", "atari"):
         for row in read(f"speed_{script}.csv"):
             case = row["case"] if script == "ppo" else f"Breakout, {row['case']}"
-            if cases and (case not in cases or row["pairs"] != "5"):
-                continue
             name = row["processor"].partition(", 2 cores")[0].removesuffix(" Processor")
-            cells = [case, name.replace("(R)", "")]
-            cells += [f"{int(row['ours']):,}", f"{int(row['sb3']):,}"]
-            cells.append(f"{row['ratio']} ({row['lowest']} to {row['highest']})")
-            rows.append(
-                [*cells, row["pairs"], json.loads(row["versions"])["torch"].partition("+")[0]]
-            )
+            ratio = f"{row['ratio']} ({row['lowest']} to {row['highest']})"
+            yield case, name.replace("(R)", ""), f"{int(row['ours']):,}", ratio, row
+
+
+def speed():
+    """Steps per second beside Stable-Baselines3."""
+    header = ["case", "processor", "steps/s", "Stable-Baselines3", "ratio, median (range)"]
+    rows = []
+    for case, name, ours, ratio, row in speeds():
+        torch = json.loads(row["versions"])["torch"].partition("+")[0]
+        rows.append([case, name, ours, f"{int(row['sb3']):,}", ratio, row["pairs"], torch])
     return markdown([*header, "pairs", "torch"], rows)
 
 
 def speed_best():
-    """The defaults alone, where five pairs were run."""
-    return speed(DEFAULTS)
+    """How many times as fast the defaults are, in a column per processor."""
+    columns = ("AMD EPYC", "Intel Xeon", "AMD EPYC (slow)")
+    ratios = {(case, name): f"{ours}: {ratio}" for case, name, ours, ratio, _ in speeds()}
+    cases = ("CartPole-v1", "HalfCheetah-v5", "Breakout, default")
+    rows = [[case, *(ratios[case, name] for name in columns)] for case in cases]
+    return markdown(["case", *(f"{name}, steps/s: ratio" for name in columns)], rows)
 
 
 def profile():
