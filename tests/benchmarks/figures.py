@@ -46,7 +46,7 @@ def climb():
         ax.set(xscale="log", title=TITLES[case], xlabel="simulation seconds (nominal)")
         ax.set_ylim(bottom - 0.2 * abs(ax.get_ylim()[1] - bottom))
         ax.grid(alpha=0.3)
-        ax.legend(fontsize=8, loc="lower right")
+        ax.legend(fontsize=8)
     for ax in axes[:, 0]:
         ax.set_ylabel("return on the finest grid")
     return figure
