@@ -448,8 +448,8 @@ class Climb:
     window of training on one level is productive if the best check has risen by more than ERRORS
     standard errors of the difference. Then the run stays; but once a window costs at most a SHARE
     of the time since the last trial, the next level is tried, and kept if it gives more per second
-    (of --level-costs). If not, the nearest cheaper level that was productive since its last chance
-    gets a chance, a window there; if there is no such level, or it fails, the run goes up."""
+    (of --level-costs). Without such a rise the nearest cheaper level that was productive since its
+    last chance gets one, as long as a window here; if there is none, or it fails, the run goes up."""
 
     ERRORS, SHARE = 1.5, 0.25
     CHECKS = 6  # a check is due after training as long as so many checks, or at a window's end
@@ -460,7 +460,7 @@ class Climb:
         self.best = self.adam = self.returns = None  # by the best check, whose returns are (E,)
         self.time = self.unchecked = 0.0  # seconds in all, since the last check
         self.home, self.rate, self.tried = 0, 0.0, 0.0  # level and rate before, time of a trial
-        self.paid = [False] * len(args.levels)  # which levels have been productive
+        self.paid = [False] * len(args.levels)  # which were productive since their last chance
 
     def plan(self):
         """Return what the next iteration does."""
