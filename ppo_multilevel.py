@@ -449,7 +449,7 @@ class Climb:
     standard errors of the difference. Then the run stays; but once a window costs at most a SHARE
     of the time since the last trial, the next level is tried, and kept if it gives more per second
     (of --level-costs). Without such a rise the nearest cheaper level that was productive since its
-    last chance gets one, as long as a window here; if there is none, or it fails, the run goes up."""
+    last chance gets one, as long as a window here; if none does, or it fails, the run goes up."""
 
     ERRORS, SHARE = 1.5, 0.25
     CHECKS = 6  # a check is due after training as long as so many checks, or at a window's end
