@@ -502,7 +502,7 @@ class Climb:
     def choose(self, run, gain, error):
         """Stay on the level or go to another one, by what the window has gained."""
         level, last, rate = self.level, len(self.args.levels) - 1, gain / self.spent
-        productive, above = gain > self.ERRORS * error, min(level + 1, last)
+        productive = gain > self.ERRORS * error
         self.paid[level] = self.kind != "chance" and (productive or self.paid[level])
         chances = [i for i in range(level) if self.paid[i]]  # the best last
         window, spared = self.usual(level), self.SHARE * (self.time - self.tried)
@@ -512,11 +512,11 @@ class Climb:
             self.go(run, min(self.home + 1, last), rate, "up: the last chance was missed")
         elif productive and not self.kind and level < last and window <= spared:
             self.tried = self.time + window
-            self.go(run, above, rate, "a trial", "trial", window)
+            self.go(run, level + 1, rate, "a trial", "trial", window)
         elif not productive and chances:
             self.go(run, chances[-1], rate, "a last chance: no more than noise", "chance", window)
         elif not productive and level < last:
-            self.go(run, above, rate, "up: no more than noise")
+            self.go(run, level + 1, rate, "up: no more than noise")
         else:
             self.start()
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -245,6 +246,28 @@ def test_tables_are_the_records(page, monkeypatch):
     text = (ROOT / page).read_text()
     assert text.count("<!-- table") == text.count("<!-- end -->") > 2
     assert tables.filled(text) == text, "python tests/benchmarks/tables.py"
+
+
+def test_readme_shares(monkeypatch):
+    """The shares of the finest level's simulation to 99 % that the prose gives are the records'."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
+    tables, text = importlib.import_module("tables"), (ROOT / "README.md").read_text()
+    for run in ("v1-climb", "v2-climb", "v2-only-1", "v4-climb", "v4-only-3"):
+        case, curves = run[:2], tables.recorded(run[:2])
+        finest, own = (
+            np.nanmean(tables.seconds_to(case, curves, name, 0.99))
+            for name in (tables.reference(case), run)
+        )
+        assert f"1/{finest / own:.0f}" in text, run
+
+
+def test_commands_of_results(monkeypatch):
+    """The options that a table shows are those that its numbers were recorded with."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
+    runs, results = importlib.import_module("learn_ppo").RUNS, ROOT / "tests/benchmarks/results"
+    with (results / "ppo.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            assert row["command"] == f"python ppo.py {runs[row['run']]} --seed {row['seed']}"
 
 
 def test_origin_of_results():

@@ -70,7 +70,7 @@ def main(script, description, cases, functions, results, environment):
         who, case = args.only
         print(json.dumps(functions[who](*cases[case])))
         return
-    rows = {}
+    rows, source = {}, origin()
     if results.exists():
         with results.open(newline="") as file:
             rows = {(row["case"], row["processor"]): row for row in csv.DictReader(file)}
@@ -80,7 +80,7 @@ def main(script, description, cases, functions, results, environment):
             for _ in range(args.pairs)
         ]
         ratios = [mine[0] / peers[0] for mine, peers in pairs]
-        row = {"case": case, "pairs": args.pairs, **origin(), "processor": args.processor}
+        row = {"case": case, "pairs": args.pairs, **source, "processor": args.processor}
         row |= {"ratio": f"{statistics.median(ratios):.2f}"}
         row |= {"lowest": f"{min(ratios):.2f}", "highest": f"{max(ratios):.2f}"}
         for i, who in enumerate(functions):
