@@ -6,9 +6,8 @@
     python ppo.py --eval runs/CartPole-v1__ppo__1__<time>  # evaluate what a run has learned
     tensorboard --logdir runs
 
-Papers: "PPO" is Schulman et al. 2017, Proximal policy optimization algorithms (arXiv 1707.06347);
-"GAE" is Schulman et al. 2016, High-dimensional continuous control using generalized advantage
-estimation (arXiv 1506.02438). See also Huang et al. 2022, The 37 implementation details of PPO.
+Papers: "PPO" is Schulman et al. 2017 (arXiv 1707.06347), "GAE" is Schulman et al. 2016 (arXiv
+1506.02438). See also Huang et al. 2022, The 37 implementation details of PPO.
 
 Each iteration runs the policy π_old for T steps in N games, then takes K epochs of minibatch steps:
 
@@ -19,12 +18,14 @@ Each iteration runs the policy π_old for T steps in N games, then takes K epoch
     loss = E[−L^CLIP + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]                  PPO, Eq. (9)
            + β E[KL(π_old(·|s_t), π_θ(·|s_t))], with --kl-coef                       PPO, Eq. (8)
 
-V(s) predicts the discounted sum of rewards from observation s on, Â_t how much more a_t brought;
-r_t is the reward, r_t(θ) the probability ratio. All that is stored at index t belongs to the action
-at t: `terminated[t]` says that it ended the task, no reward follows; `truncated[t]` that a time
-limit cut the episode short there; done_t is either. Shapes: T steps (--num-steps), N games
-(--num-envs), B minibatches of M rows, D observation entries, A action entries, n logits; H memory
-entries of a recurrent policy, S entries of its whole state.
+V(s) predicts the discounted sum of rewards from observation s on, Â_t how much more a_t brought, by
+one reward and V (λ = 0), by all rewards to the rollout's end (λ = 1) or a mean between. r_t is the
+reward, r_t(θ) the probability ratio; at π_old the gradient of −r_t(θ) Â_t is that of cross-entropy
+with a_t as the label and Â_t as the weight. The entropy H keeps the policy trying other actions.
+All that is stored at index t belongs to the action at t: `terminated[t]` says that it ended the
+task, no reward follows; `truncated[t]` that a time limit cut the episode short; done_t is either.
+Shapes: T steps (--num-steps), N games (--num-envs), B minibatches of M rows, D observation entries,
+A action entries, n logits; H memory entries of a recurrent policy, S entries of its whole state.
 
 The algorithm comes first: `train` and what it calls, down to the network. From the section "speed"
 on all is machinery; what serves several processes (own, gathered, averaged) does nothing in one.
@@ -181,11 +182,11 @@ def rollout(model, pool, args, generator):
         act(arrays, noise_t)
         for name in model.stored:  # what the policy saw and did
             buffer[name][t] = arrays[name]
-        pool.call("step")
+        pool.call("step")  # plays `actions`; `obs` is then the next one, or a new episode's first
         for name in results:  # what came of it
             buffer[name][t] = arrays[name]
     for name in ("next_obs", "rewards", "obs"):
-        for t, n, *_ in np.argwhere(~(np.abs(buffer[name]) < 1e15)):  # squares fit too
+        for t, n, *_ in np.argwhere(~(np.abs(buffer[name]) < 1e15)):  # so that squares fit float32
             where = f"game {n}, step {t} of the rollout"
             raise GameError(f"NaN, infinity or over 1e15 in {name} of {where}")
     ended, *ends = gathered({k: torch.from_numpy(buffer.pop(k)) for k in ends}).values()
@@ -215,7 +216,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     advantages = deltas.flip(0)  # Â_T = 0, so δ at first; then from the last step to the first
     for following, advantage, decay_t in zip(advantages, advantages[1:], decay.flip(0)[1:]):
         # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
-        advantage.addcmul_(decay_t, following)
+        advantage.addcmul_(decay_t, following)  # in place; `following` is final
     return advantages.flip(0)
 
 
@@ -226,7 +227,7 @@ def make_batch(buffer, model, args):
         buffer["rewards"] = (buffer["rewards"] / model.reward_norm.std).clamp(-10, 10)
     if not args.time_limit_bootstrap:
         buffer["terminated"] |= buffer["truncated"]
-    if not args.baseline:  # then GAE is the sum of rewards, discounted by γλ
+    if not args.baseline:  # V is 0, and GAE the sum of rewards, discounted by γλ
         buffer["values"] = buffer["next_values"] = torch.zeros_like(buffer["values"])
     names = ("rewards", "values", "next_values", "terminated", "truncated")
     advantages = gae(*(buffer[name] for name in names), args.gamma, args.gae_lambda)
@@ -258,7 +259,7 @@ def losses(model, batch, clip_coef, clip_vloss):
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
     # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
     v_loss = (values - returns).square()
-    if clip_vloss:  # or ½ (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², if more: not in the paper
+    if clip_vloss:  # or ½ (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², the larger: not in the paper
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, (batch["values"] + change - returns).square())
     return pg_loss, 0.5 * v_loss, model.head.entropy(pi), logratio
@@ -294,7 +295,7 @@ def update(model, optimizer, batch, args, generator):
             stop = args.target_kl is not None and row[3] > args.target_kl  # approx_kl
             if stop:
                 break
-            model.gradient.zero_()  # of which the parameters' gradients are views
+            model.gradient.zero_()  # the parameters' gradients are views of it: `make_optimizer`
             loss.backward()
             norm = float(averaged(model.gradient).norm())
             if not math.isfinite(norm):  # before it reaches the weights

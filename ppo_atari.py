@@ -234,7 +234,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     advantages = deltas.flip(0)  # Â_T = 0, so δ at first; then from the last step to the first
     for following, advantage, decay_t in zip(advantages, advantages[1:], decay.flip(0)[1:]):
         # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
-        advantage.addcmul_(decay_t, following)
+        advantage.addcmul_(decay_t, following)  # in place; `following` is final
     return advantages.flip(0)
 
 
@@ -268,7 +268,7 @@ def losses(model, batch, clip_coef, clip_vloss):
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
     # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
     v_loss = (values - returns).square()
-    if clip_vloss:  # or ½ (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², if more: not in the paper
+    if clip_vloss:  # or ½ (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², the larger: not in the paper
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, (batch["values"] + change - returns).square())
     return pg_loss, 0.5 * v_loss, model.head.entropy(pi), logratio
@@ -300,7 +300,7 @@ def update(model, optimizer, batch, args, clip_coef, generator):
             stop = args.target_kl is not None and row[3] > args.target_kl  # approx_kl
             if stop:
                 break
-            model.gradient.zero_()  # of which the parameters' gradients are views
+            model.gradient.zero_()  # the parameters' gradients are views of it: `make_optimizer`
             loss.backward()
             norm = float(averaged(model.gradient).norm())
             if not math.isfinite(norm):  # before it reaches the weights

@@ -29,15 +29,15 @@ default, clips partners' policy terms with their sign and leaves out their value
 
 Departures from print: Algorithm 3 prints L_a without its minus sign and the entropy term as −C_e
 L_now; Algorithm 4's text prints N T^l ≤ M^l for ≥; Algorithm 5 prints map_from after the fine step
-and assigns ã twice: here the coarse member is mapped before it, to start from the same state, and
-takes the same action a^L. From the author's code: each level has its own episodes; a partner's
-values come from its own observations; one normaliser of advantages serves all levels.
+and assigns ã twice: with --coupling step the coarse member is mapped before it and takes the same
+action a^L, by default it is mapped when an episode starts and acts itself, with the same noise. As
+in the author's code each level has its own episodes, one normaliser of advantages serves all.
 
 A simulation is a class or function that makes Gymnasium envs, `make(level, evaluation=False,
 validation=False)`, with the same spaces on all levels; the last two, if it has them, ask for starts
-of their own (validation: checks). `step` applies `phi(action)`; pairs of levels need `psi()`, state
-→ observation, and `map_from(other)`, which takes over another level's state; a static `step_batch(
-envs, actions)` may step several. Rewards mean the same on all levels: means over cells, not sums.
+of their own (validation: checks). For pairs of levels: `psi()`, state → observation, and `map_from(
+other)`, to take over another level's state (else one seed starts both); a static `step_batch(envs,
+actions)` may step several. Rewards mean the same on all levels: means over cells, not sums.
 
 Shapes: L levels, T^l steps, N actors, B minibatches of M^l rows, D observation entries, A action
 entries. A tilde in the paper is `sync` here. All that is stored at t belongs to the action at t.
@@ -244,7 +244,7 @@ def finish(model, buffer, level):
     """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs. They come
     from passes over all steps here, so that the rollout runs the policy only."""
     for name in ("next_obs", "rewards", "obs"):
-        for t, n, *_ in np.argwhere(~(np.abs(buffer[name]) < 1e15)):  # squares fit too
+        for t, n, *_ in np.argwhere(~(np.abs(buffer[name]) < 1e15)):  # so that squares fit float32
             where = f"level {level}, actor {n}, step {t} of the rollout"
             raise GameError(f"NaN, infinity or over 1e15 in {name} of {where}")
     buffer = {name: torch.from_numpy(a).to(model.device) for name, a in buffer.items()}
@@ -269,7 +269,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     advantages = deltas.flip(0)  # Â_T = 0, so δ at first; then from the last step to the first
     for following, advantage, decay_t in zip(advantages, advantages[1:], decay.flip(0)[1:]):
         # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
-        advantage.addcmul_(decay_t, following)
+        advantage.addcmul_(decay_t, following)  # in place; `following` is final
     return advantages.flip(0)
 
 
@@ -303,7 +303,7 @@ def losses(model, batch, clip_coef, clip_vloss):
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
     # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
     v_loss = (values - returns).square()
-    if clip_vloss:  # or ½ (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², if more: not in the paper
+    if clip_vloss:  # or ½ (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², the larger: not in the paper
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, (batch["values"] + change - returns).square())
     return pg_loss, 0.5 * v_loss, model.head.entropy(pi), logratio
@@ -322,8 +322,8 @@ class Plan(NamedTuple):
 def signed_weights(num_steps, num_envs, num_minibatches, controls):
     """Return a minibatch's weights, rows as `minibatches` gives them: the mean of the S weighted
     rows is the telescoping sum. With control variates E ℓ^L = E[ℓ^L − β_L ℓ̃^{L−1}] + β_L E ℓ^{L−1},
-    and so on down, for any β. So with b_l = β_{l+1} ... β_L a row of level l's own games weighs
-    +S b_l / M^l, one of its partners −S β_l b_l / M^l; all β = 1: ML, Algorithm 4, line 16."""
+    for any β if E ℓ̃ = E ℓ, and so on down. So with b_l = β_{l+1} ... β_L level l's own rows weigh
+    +S b_l / M^l, its partners' −S β_l b_l / M^l; all β = 1: ML, Algorithm 4, line 16."""
     sizes = [num_envs * T // num_minibatches for T in num_steps]  # M^l
     total, weights = 2 * sum(sizes) - sizes[0], []
     for l, M in enumerate(sizes):  # noqa: E741, the paper's l
@@ -365,10 +365,10 @@ def update(model, optimizer, batch, plan, args, generator):
         if args.norm_adv == "minibatch":
             mb["advantages"] = normalised(mb["advantages"], coarsest // args.num_minibatches)
         mb = {name: column[own] for name, column in mb.items()}
-        if bounded:  # so that min(·) sees the signed advantage; its own weight is 1 then
+        if bounded:  # so that min(·) sees the signed advantage; pg_loss has the weight 1 then
             mb["advantages"] = weights * mb["advantages"]
         *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
-        # ML, Algorithm 4: loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}]
+        # ML, Algorithm 4: loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}], bounded: with the same gradient at π_old
         pg_loss, v_loss, entropy = [(w * term).mean() for w, term in zip(term_weights, terms)]
         loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
         logratio = logratio[weights > 0]
@@ -379,7 +379,7 @@ def update(model, optimizer, batch, plan, args, generator):
         seen.append(averaged(row))
         if args.target_kl is not None and row[3] > args.target_kl:
             break
-        model.gradient.zero_()  # of which the parameters' gradients are views
+        model.gradient.zero_()  # the parameters' gradients are views of it: `make_optimizer`
         loss.backward()
         norm = float(averaged(model.gradient).norm())
         if not math.isfinite(norm):  # before it reaches the weights
@@ -413,7 +413,7 @@ class Together:
         self.controls = [1.0 if args.control == "auto" else args.control] * more
 
     def plan(self):
-        """Return what the next iteration does; minibatches and ranks can share all T's rows."""
+        """Return what the next iteration does; minibatches and ranks share N T^l rows equally."""
         args, L = self.args, len(self.args.levels)
         first, costs = args.num_steps[0], np.array(args.level_costs or [1.0] * L)[:L]
         beta, (own, cov, sync) = np.array([0, *self.controls]), self.moments.T.numpy()
@@ -459,7 +459,7 @@ class Climb:
         self.args, self.level, self.refit = args, 0, not args.norm_obs
         self.best = self.adam = self.returns = None  # by the best check, whose returns are (E,)
         self.time = self.unchecked = 0.0  # seconds in all, since the last check
-        self.home, self.rate, self.tried = 0, 0.0, 0.0  # level and rate before, time of a trial
+        self.home, self.rate, self.tried = 0, 0.0, 0.0  # level and rate before; a trial's end
         self.paid = [False] * len(args.levels)  # which were productive since their last chance
 
     def plan(self):
@@ -477,7 +477,7 @@ class Climb:
         row, seconds = {"level": self.args.levels[self.level]}, self.seconds(self.level)
         self.time, self.spent = self.time + seconds, self.spent + seconds
         self.unchecked += seconds
-        # Are observations normalised from now on, by those of this iteration? Then fit once more.
+        # Observations are normalised from now on, by those of this iteration? Then fit after it.
         rows = self.args.num_envs * self.args.num_steps[self.level]
         self.refit = self.args.norm_obs and float(run.model.obs_norm.count) <= rows
         over, due = self.spent >= self.window, self.CHECKS * self.check_seconds
@@ -504,7 +504,7 @@ class Climb:
         level, last, rate = self.level, len(self.args.levels) - 1, gain / self.spent
         productive = gain > self.ERRORS * error
         self.paid[level] = self.kind != "chance" and (productive or self.paid[level])
-        chances = [i for i in range(level) if self.paid[i]]  # the best last
+        chances = [i for i in range(level) if self.paid[i]]  # the nearest last
         window, spared = self.usual(level), self.SHARE * (self.time - self.tried)
         if self.kind == "trial" and rate <= self.rate:
             self.go(run, self.home, rate, "back: less than there")

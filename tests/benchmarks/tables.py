@@ -155,6 +155,20 @@ def climb():
     return markdown([*header, "seeds"], rows)
 
 
+def unseen():
+    """The climb on the seeds that its rule was chosen on, and on those that came after."""
+    header, rows = ["simulation"], []
+    for seeds in ("1 to 3", "4 to 6"):
+        header += [f"seeds {seeds}", "s to 99 %"]
+    for case, title in TITLES.items():
+        curves, run, cells = recorded(case), f"{case}-climb", [title]
+        returns, seconds = final(curves[run]), seconds_to(case, curves, run, 0.99)
+        for part in (slice(3), slice(3, 6)):
+            cells += [spread(returns[part], digits(case)), spread(seconds[part], ",.0f")]
+        rows.append(cells)
+    return markdown(header, rows)
+
+
 def soonest(case, curves):
     """Return the coarse level alone whose seeds all get to 99 % first; if none, the best one."""
     runs = [run for run in curves if "-only-" in run and run != reference(case)]
