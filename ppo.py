@@ -114,7 +114,7 @@ def add_common_options(parser):
     option("--export-onnx", None, False, "with --eval: also write policy.onnx, from obs to action")
     option("--quiet", None, False, "print no status lines")
     option = functools.partial(add_option, parser.add_mutually_exclusive_group())
-    option("--total-timesteps", count, None, "length in steps of all games; ppo.py 5e5, Atari 1e7")
+    option("--total-timesteps", count, None, "steps of all games; ppo.py 500000, Atari 10000000")
     option("--num-iterations", count, None, "length of the run in iterations")
     option = functools.partial(add_option, parser.add_argument_group("PPO"))
     option("--num-envs", many, 4, "N, games (actors) side by side; 4 to 64 usual")
@@ -699,8 +699,8 @@ class Game:
 
     def show(self, name, obs, info):
         """Write an observation, and which actions are allowed there."""
-        if np.asarray(obs).shape != self.arrays[name].shape[1:]:  # NumPy would stretch it
-            raise ValueError(f"an observation has shape {np.shape(obs)}, not that of its space")
+        if np.shape(obs) != (shape := self.arrays[name].shape[1:]):  # NumPy would stretch it
+            raise ValueError(f"an observation has shape {np.shape(obs)}, its space {shape}")
         self.arrays[name][self.n] = obs
         if name == "obs" and "action_mask" in self.arrays:
             self.arrays["action_mask"][self.n] = action_mask(self.env, info)
@@ -1206,6 +1206,7 @@ def parse_args(argv=None):
         if args.action_masks and not has_masks:
             parser.error(f"argument --action-masks: {args.env} has none")
         args.action_masks = has_masks if args.action_masks is None else args.action_masks
+        args.resume or args.eval or warn_of_scale(args, env.action_space)
     if args.rnn:  # minibatches of whole sequences
         check_rows(parser, args, args.num_envs, "games (--num-envs) of a recurrent policy")
     rows = args.num_envs * args.num_steps
@@ -1228,7 +1229,7 @@ def parse_with_run(parser, argv):
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
             if options.keys() != vars(args).keys() - NOT_KEPT:
-                raise ValueError("its options are not those of this script")
+                raise ValueError("it is not a run of this script")
             if args.total_timesteps or args.num_iterations:
                 options |= {"total_timesteps": None, "num_iterations": None}
             parser.set_defaults(**options)
@@ -1248,6 +1249,16 @@ def parse_with_run(parser, argv):
         with suppress(FileNotFoundError):  # it is free; other OSErrors: it cannot be a name
             path.stat() and parser.error(f"argument --run-name: {path} is there already")
     return args
+
+
+def warn_of_scale(args, space):
+    """Report a Box of another scale than a Gaussian policy's first actions, which are only cut."""
+    if not num_options(space):
+        sigma, (low, high) = np.exp(args.init_log_std), np.float64([space.low, space.high])
+        wide = (high - low > 25 * sigma) & (high - low < 1e30)  # above: no bounds
+        if (wide | (low > sigma) | (high < -sigma)).any():
+            found = f"0 ± {sigma:.3g} at first, the Box is {low.min():g} to {high.max():g}"
+            report(f"actions are {found}: make it ±1, by gymnasium.wrappers.RescaleAction?")
 
 
 def check_rows(parser, args, num_rows, rows="rows"):

@@ -108,7 +108,7 @@ def add_common_options(parser):
     option("--export-onnx", None, False, "with --eval: also write policy.onnx, from obs to action")
     option("--quiet", None, False, "print no status lines")
     option = functools.partial(add_option, parser.add_mutually_exclusive_group())
-    option("--total-timesteps", count, None, "length in steps of all games; ppo.py 5e5, Atari 1e7")
+    option("--total-timesteps", count, None, "steps of all games; ppo.py 500000, Atari 10000000")
     option("--num-iterations", count, None, "length of the run in iterations")
     option = functools.partial(add_option, parser.add_argument_group("PPO"))
     option("--num-envs", many, 4, "N, games (actors) side by side; 4 to 64 usual")
@@ -1104,7 +1104,7 @@ def parse_with_run(parser, argv):
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
             if options.keys() != vars(args).keys() - NOT_KEPT:
-                raise ValueError("its options are not those of this script")
+                raise ValueError("it is not a run of this script")
             if args.total_timesteps or args.num_iterations:
                 options |= {"total_timesteps": None, "num_iterations": None}
             parser.set_defaults(**options)

@@ -15,9 +15,6 @@ their difference; the coarsest level's loss and these differences add up to the 
 Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), algorithms as in the
 author's "Implementation of multilevel PPO in Stable Baselines 3" (2023); "PPO", "GAE": `ppo.py`.
 
-    δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                             PPO, Eq. (12)
-    Â_t = δ_t + γλ (1 − done_t) Â_{t+1},   R_t = Â_t + V(s_t)           PPO, Eq. (11); GAE, Eq. (16)
-    r_t(θ) = π_θ(a_t|s_t) / π_old(a_t|s_t)                                           PPO, Sec. 3
     L_a = −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)                               PPO, Eq. (7)
     ℓ = L_a + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))                            PPO, Eq. (9)
     loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}],  ℓ̃^0 = 0                                      ML, Algorithm 4
@@ -147,7 +144,7 @@ def add_common_options(parser):
     option("--export-onnx", None, False, "with --eval: also write policy.onnx, from obs to action")
     option("--quiet", None, False, "print no status lines")
     option = functools.partial(add_option, parser.add_mutually_exclusive_group())
-    option("--total-timesteps", count, None, "length in steps of all games; ppo.py 5e5, Atari 1e7")
+    option("--total-timesteps", count, None, "steps of all games; ppo.py 500000, Atari 10000000")
     option("--num-iterations", count, None, "length of the run in iterations")
     option = functools.partial(add_option, parser.add_argument_group("PPO"))
     option("--num-envs", many, 4, "N, games (actors) side by side; 4 to 64 usual")
@@ -900,8 +897,8 @@ class Game:
 
     def show(self, name, obs):
         """Write an observation; the first ones of reset and step are compared with psi()."""
-        if np.asarray(obs).shape != self.arrays[name].shape[1:]:  # NumPy would stretch it
-            raise ValueError(f"an observation has shape {np.shape(obs)}, not that of its space")
+        if np.shape(obs) != (shape := self.arrays[name].shape[1:]):  # NumPy would stretch it
+            raise ValueError(f"an observation has shape {np.shape(obs)}, its space {shape}")
         if name not in self.compared and hasattr(self.env.unwrapped, "psi"):
             self.compared.add(name)
             psi = np.asarray(self.env.unwrapped.psi())
@@ -1317,7 +1314,7 @@ class Run(AbstractContextManager):
         if not np.isfinite(returns).all():
             raise GameError(f"NaN or infinity in returns of a check, level {self.args.levels[-1]}")
         if cut := sum(cut for _, cut in played):
-            report(f"check: {cut} episodes cut off at {EVAL_STEPS:,} steps")
+            report(f"check: {cut} episodes cut off at {EVAL_STEPS:,} steps: do they ever end?")
         return torch.from_numpy(returns), self.charge(self.check_pool)
 
     def end_iteration(self, row, episodes, steps):
@@ -1676,12 +1673,15 @@ def play(model, levels, args, generator):
     after every step, and ends with it. Returns `returns` (members, S, R); `products` c², f², cf of
     advantages (3, S, R); the number of `steps`, and of episodes `cut`."""
     N, L, name, results, cut = args.num_envs, len(levels), " or ".join(map(str, levels)), [], 0
-    by_step, R = L > 1 and args.coupling == "step", REPEATS if L > 1 else 1
+    by_step, R, starts = L > 1 and args.coupling == "step", REPEATS if L > 1 else 1, None
     act, seeds = fast_act(model), game_seeds(args, *levels)[: 2 * L - 1]  # of the members
     with closing(make_pool(args, model, seeds, args.num_workers, levels)) as pool:
         games = {name: array[-L:] for name, array in pool.arrays.items()}  # members: (coarse, fine)
         for number in range(ROUNDS):
             pool.call("start", None, number % R == 0)  # R times from the same starts
+            starts = starts if number % R else games["obs"].copy()
+            if not np.array_equal(starts, games["obs"], equal_nan=True):
+                raise GameError(f"level {name}: starts from one seed differ: README, Randomness")
             rows, going = [], np.ones((L, N), bool)
             while going.any() and len(rows) < EVAL_STEPS:
                 row = {"own": going, "obs": games["obs"].copy()}
@@ -2179,7 +2179,7 @@ def parse_with_run(parser, argv):
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
             if options.keys() != vars(args).keys() - NOT_KEPT:
-                raise ValueError("its options are not those of this script")
+                raise ValueError("it is not a run of this script")
             if any(getattr(args, name) for name in LENGTHS):
                 options |= dict.fromkeys(LENGTHS)
             parser.set_defaults(**options)

@@ -240,7 +240,7 @@ def test_simulation_that_fails(monkeypatch, tmp_path, capsys, where, measured):
     words = ["ppo", "--analyse", "--env", f"envs:make_{where}", "--levels", "1", "2", *small]
     monkeypatch.setattr(sys, "argv", [*words, "--log-dir", str(tmp_path)])
     assert ml.main() == 1
-    first = capsys.readouterr().err.splitlines()[0]
+    first = next(line for line in capsys.readouterr().err.splitlines() if "error:" in line)
     assert "level 2" in first and ("rewards" if where == "nan_reward" else "broken") in first
 
 
@@ -278,3 +278,16 @@ def test_recorded_verdicts(name):
     for row in rows:
         numbers = {name: float(row[name]) for name in itertools.takewhile("verdict".__ne__, row)}
         assert row["verdict"] == ml.verdict(numbers)
+
+
+@pytest.mark.parametrize("reset", ["super().reset()", "super().reset(seed=seed)"])
+def test_starts_that_are_not_of_the_seed(reset, tmp_path, capsys, monkeypatch):
+    """No verdict on levels whose starts are chance: one line, that says so."""
+    rod = (Path(ml.__file__).parent / "tests/benchmarks/rod.py").read_text()
+    assert "super().reset(seed=seed)" in rod
+    (tmp_path / "mine.py").write_text(rod.replace("super().reset(seed=seed)", reset))
+    words = ["ppo", "--analyse", "--env", f"{tmp_path}/mine.py:make", "--levels", "1", "2", *SMALL]
+    monkeypatch.setattr(sys, "argv", [*words, "--log-dir", str(tmp_path)])
+    assert ml.main() == ("seed" not in reset)
+    error = capsys.readouterr().err
+    assert ("error: level 1 or 2: starts from one seed differ" in error) == ("seed" not in reset)

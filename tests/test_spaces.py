@@ -527,3 +527,42 @@ def test_nested_masks_are_flattened():
     mask = ((np.array([1, 0]), [1, 1, 0]), (np.array([0, 1]), (1,)))
     flags = ppo.action_mask(env, {"action_mask": mask})
     assert flags.tolist() == [1, 0, 1, 1, 0, 0, 1, 1]
+
+
+# Scales -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "low, high, options, found",
+    [
+        (-1, 1, "", None),
+        (-2, 2, "", None),
+        (-0.4, 0.4, "", None),
+        (0.001, 1, "--init-log-std -2.9", None),
+        (-np.inf, np.inf, "", None),
+        (-3e38, 3e38, "", None),
+        (280, 320, "", "0 ± 1 at first, the Box is 280 to 320"),
+        (-320, -280, "", "-320 to -280"),
+        (-20, 20, "", "-20 to 20"),
+        (-1, 1, "--init-log-std -4", "0 ± 0.0183 at first, the Box is -1 to 1"),
+    ],
+)
+def test_scale(low, high, options, found, capsys):
+    """A Box that a Gaussian policy's first actions do not fit is reported."""
+    args, space = ppo.make_parser().parse_args(options.split()), gym.spaces.Box(low, high, (3,))
+    with np.errstate(all="raise"):
+        ppo.warn_of_scale(args, space)
+    error = capsys.readouterr().err
+    assert found in error if found else error == ""
+
+
+def test_scale_of_a_run(tmp_path, capsys):
+    """It is reported when a run starts, not when it goes on; choices have no scale."""
+    options = "--num-iterations 1 --init-log-std -4 --num-steps 8 --quiet --log-dir".split()
+    options = ["--env", "Pendulum-v1", *options, str(tmp_path)]
+    run = ppo.train(ppo.parse_args(options))
+    assert "the Box is -2 to 2" in capsys.readouterr().err
+    ppo.parse_args(["--resume", str(run.run_dir), "--num-iterations", "2"])
+    ppo.parse_args(["--eval", str(run.run_dir)])
+    ppo.parse_args([*options[2:], "--env", "CartPole-v1"])
+    assert capsys.readouterr().err == ""
