@@ -1657,7 +1657,7 @@ def verdict(row):
         (row["kurtosis"] > 100, "no verdict: too few episodes, more by --num-envs"),
         (rho - error > 0.9, f"enough on its own, it sees what matters, bias {bias:.4g}"),
         (row["saving"] > 1.2, f"worth a correction, which saves {row['saving']:.1f} times"),
-        (rho > 0.6, "good for a start, not to end on, and a correction hardly pays"),
+        (rho > 0.6, "good for a start, only runs tell for how long; a correction hardly pays"),
         (rho + error < 0.6, "drop it, it does not see what matters"),
         (True, "no verdict: too few episodes, or the policy's noise does not change the returns"),
     ]

@@ -311,7 +311,8 @@ def returns(names, header, last=lambda name: []):
 
 def ppo():
     """The envs of ppo.py, whose options are in `ppo_commands`, and the games of ppo_atari.py."""
-    names = {name: learn_ppo.RUNS[name].split()[1] for name in REFERENCES}
+    names = [name for name in REFERENCES if name not in ("Acrobot", "Taxi")]
+    names = {name: learn_ppo.RUNS[name].split()[1] for name in names}
     table = returns(names, "env", lambda name: [REFERENCES[name] if name else "reference"])
     return "\n".join([table, *atari()])
 
@@ -320,7 +321,8 @@ def ppo_commands():
     """The options of each run of `ppo`, and of those without a trick."""
     runs = [*REFERENCES, "MountainCar-plain", "Taxi-unmasked"]
     names = {name: f"`{learn_ppo.RUNS[name]}`" for name in runs}
-    return returns(names, "python ppo.py")
+    last = {None: "reference"} | REFERENCES
+    return returns(names, "python ppo.py", lambda name: [last.get(name, "")])
 
 
 def recurrent():
