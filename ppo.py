@@ -19,9 +19,9 @@ Each iteration runs the policy π_old for T steps in N games, then takes K epoch
            + β E[KL(π_old(·|s_t), π_θ(·|s_t))], with --kl-coef                       PPO, Eq. (8)
 
 V(s) predicts the discounted sum of rewards from observation s on, Â_t how much more a_t brought, by
-one reward and V (λ = 0), by all rewards to the rollout's end (λ = 1) or a mean between. r_t is the
-reward, r_t(θ) the probability ratio; at π_old the gradient of −r_t(θ) Â_t is that of cross-entropy
-with a_t as the label and Â_t as the weight. The entropy H keeps the policy trying other actions.
+one reward and V (λ = 0), by all rewards to the episode's or rollout's end, there V (λ = 1), or a
+mean between. r_t is the reward, r_t(θ) the probability ratio; at π_old −r_t(θ) Â_t has the gradient
+of cross-entropy, a_t the label, Â_t the weight. The entropy H keeps it trying other actions.
 All that is stored at index t belongs to the action at t: `terminated[t]` says that it ended the
 task, no reward follows; `truncated[t]` that a time limit cut the episode short; done_t is either.
 Shapes: T steps (--num-steps), N games (--num-envs), B minibatches of M rows, D observation entries,
@@ -1206,7 +1206,7 @@ def parse_args(argv=None):
         if args.action_masks and not has_masks:
             parser.error(f"argument --action-masks: {args.env} has none")
         args.action_masks = has_masks if args.action_masks is None else args.action_masks
-        args.resume or args.eval or warn_of_scale(args, env.action_space)
+        args.resume or args.eval or discrete or warn_of_scale(args, env.action_space)
     if args.rnn:  # minibatches of whole sequences
         check_rows(parser, args, args.num_envs, "games (--num-envs) of a recurrent policy")
     rows = args.num_envs * args.num_steps
@@ -1253,12 +1253,12 @@ def parse_with_run(parser, argv):
 
 def warn_of_scale(args, space):
     """Report a Box of another scale than a Gaussian policy's first actions, which are only cut."""
-    if not num_options(space):
-        sigma, (low, high) = np.exp(args.init_log_std), np.float64([space.low, space.high])
-        wide = (high - low > 25 * sigma) & (high - low < 1e30)  # above: no bounds
-        if (wide | (low > sigma) | (high < -sigma)).any():
-            found = f"0 ± {sigma:.3g} at first, the Box is {low.min():g} to {high.max():g}"
-            report(f"actions are {found}: make it ±1, by gymnasium.wrappers.RescaleAction?")
+    sigma, (low, high) = np.exp(args.init_log_std), np.float64([space.low, space.high])
+    half = high / 2 - low / 2
+    wide = (half > 12.5 * sigma) & (half < 5e29)  # above: no bounds
+    if (wide | (half < sigma / 20) | (low > sigma) | (high < -sigma)).any():
+        found = f"0 ± {sigma:.3g} at first, the Box is {low.min():g} to {high.max():g}"
+        report(f"actions are {found}: gymnasium.wrappers.RescaleAction, or --init-log-std?")
 
 
 def check_rows(parser, args, num_rows, rows="rows"):

@@ -12,8 +12,8 @@ per iteration N actors take many steps T^1 on the coarsest level and few, T^L, o
 each level l > 1 a partner simulation on level l−1 follows the fine one, so that few samples tell
 their difference; the coarsest level's loss and these differences add up to the finest level's loss.
 
-Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), algorithms as in the
-author's "Implementation of multilevel PPO in Stable Baselines 3" (2023); "PPO", "GAE": `ppo.py`.
+Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), algorithms as in A.
+Dixit's "Implementation of multilevel PPO in Stable Baselines 3"; "PPO", Â_t, R_t, r_t(θ): `ppo.py`.
 
     L_a = −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)                               PPO, Eq. (7)
     ℓ = L_a + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))                            PPO, Eq. (9)
@@ -365,7 +365,7 @@ def update(model, optimizer, batch, plan, args, generator):
         if bounded:  # so that min(·) sees the signed advantage; pg_loss has the weight 1 then
             mb["advantages"] = weights * mb["advantages"]
         *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
-        # ML, Algorithm 4: loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}], bounded: with the same gradient at π_old
+        # ML, Algorithm 4: Σ_l mean[ℓ^l − ℓ̃^{l−1}]; bounded: pg_loss has the same gradient at π_old
         pg_loss, v_loss, entropy = [(w * term).mean() for w, term in zip(term_weights, terms)]
         loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
         logratio = logratio[weights > 0]
@@ -474,7 +474,7 @@ class Climb:
         row, seconds = {"level": self.args.levels[self.level]}, self.seconds(self.level)
         self.time, self.spent = self.time + seconds, self.spent + seconds
         self.unchecked += seconds
-        # Observations are normalised from now on, by those of this iteration? Then fit after it.
+        # If these observations are the first to normalise by, the next iteration fits again.
         rows = self.args.num_envs * self.args.num_steps[self.level]
         self.refit = self.args.norm_obs and float(run.model.obs_norm.count) <= rows
         over, due = self.spent >= self.window, self.CHECKS * self.check_seconds
@@ -1680,7 +1680,7 @@ def play(model, levels, args, generator):
         for number in range(ROUNDS):
             pool.call("start", None, number % R == 0)  # R times from the same starts
             starts = starts if number % R else games["obs"].copy()
-            if not np.array_equal(starts, games["obs"], equal_nan=True):
+            if not np.allclose(starts, games["obs"], 1e-4, 1e-6, equal_nan=True):
                 raise GameError(f"level {name}: starts from one seed differ: README, Randomness")
             rows, going = [], np.ones((L, N), bool)
             while going.any() and len(rows) < EVAL_STEPS:

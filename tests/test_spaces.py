@@ -544,12 +544,17 @@ def test_nested_masks_are_flattened():
         (280, 320, "", "0 ± 1 at first, the Box is 280 to 320"),
         (-320, -280, "", "-320 to -280"),
         (-20, 20, "", "-20 to 20"),
+        (-0.01, 0.01, "", "-0.01 to 0.01"),
+        (-1.7e308, 1.7e308, "", None),
         (-1, 1, "--init-log-std -4", "0 ± 0.0183 at first, the Box is -1 to 1"),
     ],
 )
 def test_scale(low, high, options, found, capsys):
     """A Box that a Gaussian policy's first actions do not fit is reported."""
-    args, space = ppo.make_parser().parse_args(options.split()), gym.spaces.Box(low, high, (3,))
+    args, space = (
+        ppo.make_parser().parse_args(options.split()),
+        gym.spaces.Box(low, high, (3,), float),
+    )
     with np.errstate(all="raise"):
         ppo.warn_of_scale(args, space)
     error = capsys.readouterr().err

@@ -310,7 +310,7 @@ def returns(names, header, last=lambda name: []):
 
 
 def ppo():
-    """The envs of ppo.py, whose options are in `ppo_commands`, and the games of ppo_atari.py."""
+    """Most envs of `ppo_commands`, and the games of ppo_atari.py."""
     names = [name for name in REFERENCES if name not in ("Acrobot", "Taxi")]
     names = {name: learn_ppo.RUNS[name].split()[1] for name in names}
     table = returns(names, "env", lambda name: [REFERENCES[name] if name else "reference"])
@@ -318,7 +318,7 @@ def ppo():
 
 
 def ppo_commands():
-    """The options of each run of `ppo`, and of those without a trick."""
+    """The options of each env's run, and of those without a trick."""
     runs = [*REFERENCES, "MountainCar-plain", "Taxi-unmasked"]
     names = {name: f"`{learn_ppo.RUNS[name]}`" for name in runs}
     last = {None: "reference"} | REFERENCES
