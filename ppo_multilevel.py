@@ -1673,14 +1673,13 @@ def play(model, levels, args, generator):
     after every step, and ends with it. Returns `returns` (members, S, R); `products` c², f², cf of
     advantages (3, S, R); the number of `steps`, and of episodes `cut`."""
     N, L, name, results, cut = args.num_envs, len(levels), " or ".join(map(str, levels)), [], 0
-    by_step, R, starts = L > 1 and args.coupling == "step", REPEATS if L > 1 else 1, None
+    by_step, R, rows = L > 1 and args.coupling == "step", REPEATS if L > 1 else 1, []
     act, seeds = fast_act(model), game_seeds(args, *levels)[: 2 * L - 1]  # of the members
     with closing(make_pool(args, model, seeds, args.num_workers, levels)) as pool:
         games = {name: array[-L:] for name, array in pool.arrays.items()}  # members: (coarse, fine)
         for number in range(ROUNDS):
             pool.call("start", None, number % R == 0)  # R times from the same starts
-            starts = starts if number % R else games["obs"].copy()
-            if not np.allclose(starts, games["obs"], 1e-4, 1e-6, equal_nan=True):
+            if number % R and not np.allclose(rows[0]["obs"], games["obs"], 1e-4, 1e-6, True):
                 raise GameError(f"level {name}: starts from one seed differ: README, Randomness")
             rows, going = [], np.ones((L, N), bool)
             while going.any() and len(rows) < EVAL_STEPS:
