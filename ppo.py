@@ -1254,9 +1254,8 @@ def parse_with_run(parser, argv):
 def warn_of_scale(args, space):
     """Report a Box of another scale than a Gaussian policy's first actions, which are only cut."""
     sigma, (low, high) = np.exp(args.init_log_std), np.float64([space.low, space.high])
-    half = high / 2 - low / 2
-    wide = (half > 12.5 * sigma) & (half < 5e29)  # above: no bounds
-    if (wide | (half < sigma / 20) | (low > sigma) | (high < -sigma)).any():
+    half, off = high / 2 - low / 2, np.maximum(low, -high)  # width (no bounds: huge), way from 0
+    if ((half < sigma / 20) | (half > 12.5 * sigma) & (half < 5e29) | (off > sigma)).any():
         found = f"0 ± {sigma:.3g} at first, the Box is {low.min():g} to {high.max():g}"
         report(f"actions are {found}: gymnasium.wrappers.RescaleAction, or --init-log-std?")
 

@@ -1962,18 +1962,17 @@ class ResSim(gym.Env):
 
     Darcy pressure once per control step, then upwind transport (Dixit & ElSheikh, arXiv 2210.08400,
     section 4). Reward: oil produced / oil in place at first. Terminated after `case.control_steps`.
-    The case is a `Case` or a name in CASES; level 1 is the coarsest, the finest the default. Fields
-    are training's, those of an evaluation or of validation (a climb's checks)."""
+    The case is a `Case` or a name in CASES; level 1 is the coarsest. Fields are training's, those
+    of an evaluation or of validation (a climb's checks)."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 2}
 
-    def __init__(self, case, level=None, evaluation=False, validation=False, render_mode=None):
+    def __init__(self, case, level, evaluation=False, validation=False, render_mode=None):
         self.case = case = CASES[case] if isinstance(case, str) else case
-        level = len(case.grids) if level is None else level
         if level not in range(1, len(case.grids) + 1):
             raise ValueError(f"level must be 1..{len(case.grids)}, got {level}")
         self.fields = 2 if validation else int(evaluation)  # the seed of the set
-        self.grid, self.render_mode, self.t = Grid(case, level, self.fields), render_mode, None
+        self.grid, self.render_mode = Grid(case, level, self.fields), render_mode
         n_in, n_out = len(case.injectors[0]), len(case.producers[0])
         low = np.r_[np.zeros(n_out), -np.ones(n_out + n_in)].astype(np.float32)
         self.observation_space = gym.spaces.Box(low, np.float32(1), dtype=np.float32)
@@ -1982,11 +1981,10 @@ class ResSim(gym.Env):
     def reset(self, *, seed=None, options=None):
         """All oil; a field is drawn, or `options={"field": k}` picks it. Returns psi, info."""
         super().reset(seed=seed)
-        n_fields = len(self.grid.perm)
-        self.field = int(self.np_random.integers(n_fields))
-        if self.fields and seed is not None:
-            self.field = seed % n_fields  # consecutive seeds of an evaluation visit every field
-        self.field = int((options or {}).get("field", self.field))
+        n_fields, drawn = len(self.grid.perm), seed is None or self.fields == 0
+        # Consecutive seeds of an evaluation visit every field.
+        field = self.np_random.integers(n_fields) if drawn else seed % n_fields
+        self.field = int((options or {}).get("field", field))
         if self.field not in range(n_fields):
             raise ValueError(f"field must be 0..{n_fields - 1}, got {self.field}")
         self.s = np.full(self.grid.shape, self.case.s_wir)  # water saturation
@@ -2035,8 +2033,6 @@ class ResSim(gym.Env):
         actions = np.asarray(actions, dtype=np.float64)
         if actions.shape != shape or not np.isfinite(actions).all():
             raise ValueError(f"actions must be finite and of shape {shape}")
-        if any(env.t is None or env.t >= case.control_steps for env in envs):
-            raise RuntimeError("ResSim: step() before reset() or after the end of the episode")
         s, q = np.stack([env.s for env in envs]), envs[0].phi(actions)  # (n, ny, nx)
         # One right-hand side per solve: solving several at once rounds differently.
         solved = [e.grid.solve_pressure(e.field, e.s, e_q) for e, e_q in zip(envs, q)]
@@ -2063,10 +2059,6 @@ class ResSim(gym.Env):
         return image.astype(np.uint8).repeat(zoom, axis=0).repeat(zoom, axis=1)
 
 
-for _name in CASES.keys() - gym.registry.keys():  # the script may be __main__ and imported
-    gym.register(_name, entry_point=ResSim, kwargs={"case": _name})
-
-
 # ------------------------------------------------------------------------------------ command line
 # By --env: levels and total cost of a climb, levels and steps of --schedule together.
 DEFAULTS = {
@@ -2078,8 +2070,7 @@ DEFAULTS = {
 # What may be another for a run that goes on or is evaluated; what config.json does not keep.
 MAY_CHANGE = "device num_workers total_timesteps num_iterations eval_every eval_episodes save_every"
 MAY_CHANGE += " total_cost"
-NOT_KEPT = {"resume", "eval", "sample", "video", "export_onnx", "quiet"}
-NOT_KEPT |= {"analyse"}
+NOT_KEPT = {"resume", "eval", "sample", "video", "export_onnx", "quiet", "analyse"}
 MAY_ANALYSE = MAY_CHANGE + " num_envs num_steps levels level_costs coupling seed"
 
 
@@ -2135,6 +2126,7 @@ def parse_args(argv=None):
                 parser.error(f"argument --coupling: step needs map_from, which {args.env} has not")
         if spaces[-1] != spaces[0]:
             parser.error(f"argument --levels: level {level} has other spaces than the first")
+    args.resume or args.eval or num_options(box := env.action_space) or warn_of_scale(args, box)
     paired = L > 1 and not climbs
     if not args.eval and not last <= args.eval_level <= (last if climbs or paired else math.inf):
         parser.error("argument --eval-level: the last of --levels, or above a single one")
@@ -2199,6 +2191,15 @@ def parse_with_run(parser, argv):
         with suppress(FileNotFoundError):  # it is free; other OSErrors: it cannot be a name
             path.stat() and parser.error(f"argument --run-name: {path} is there already")
     return args
+
+
+def warn_of_scale(args, space):
+    """Report a Box of another scale than a Gaussian policy's first actions, which are only cut."""
+    sigma, (low, high) = np.exp(args.init_log_std), np.float64([space.low, space.high])
+    half, off = high / 2 - low / 2, np.maximum(low, -high)  # width (no bounds: huge), way from 0
+    if ((half < sigma / 20) | (half > 12.5 * sigma) & (half < 5e29) | (off > sigma)).any():
+        found = f"0 ± {sigma:.3g} at first, the Box is {low.min():g} to {high.max():g}"
+        report(f"actions are {found}: gymnasium.wrappers.RescaleAction, or --init-log-std?")
 
 
 def check_rows(parser, args, num_rows, rows="rows"):

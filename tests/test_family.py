@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LENGTHS = {"ppo": 1308, "ppo_atari": 1173, "ppo_multilevel": 2249}  # lines at most
+LENGTHS = {"ppo": 1307, "ppo_atari": 1173, "ppo_multilevel": 2250}  # lines at most
 SCRIPTS = list(LENGTHS)
 SECTIONS = (
     "options, train, rollout, GAE, losses, update, model, heads and normalisers, speed, games, "
@@ -32,7 +32,7 @@ DIFFERS = {
     "ppo_multilevel": (
         "make_parser train rollout make_batch update normalised make_model Model "
         "make_optimizer make_env Game Games game_seeds make_pool Run make_eval_pool "
-        "parse_args parse_with_run main"
+        "parse_args parse_with_run main NOT_KEPT"
     ).split(),
 }
 SIBLINGS = [name for name in SCRIPTS if name != "ppo"]

@@ -15,6 +15,7 @@ from torch.distributions import Bernoulli, MultivariateNormal, Normal
 from torch.distributions import Categorical as Choice
 
 import ppo
+import ppo_multilevel
 
 SMALL = (
     "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 2 --hidden 8 "
@@ -544,6 +545,11 @@ def test_nested_masks_are_flattened():
         (280, 320, "", "0 ± 1 at first, the Box is 280 to 320"),
         (-320, -280, "", "-320 to -280"),
         (-20, 20, "", "-20 to 20"),
+        (0, 20, "", None),
+        (0, 30, "", "0 to 30"),
+        (0.5, 0.51, "", "0.5 to 0.51"),
+        (1.5, 9, "", "1.5 to 9"),
+        (0, np.inf, "", None),
         (-0.01, 0.01, "", "-0.01 to 0.01"),
         (-1.7e308, 1.7e308, "", None),
         (-1, 1, "--init-log-std -4", "0 ± 0.0183 at first, the Box is -1 to 1"),
@@ -551,23 +557,29 @@ def test_nested_masks_are_flattened():
 )
 def test_scale(low, high, options, found, capsys):
     """A Box that a Gaussian policy's first actions do not fit is reported."""
-    args, space = (
-        ppo.make_parser().parse_args(options.split()),
-        gym.spaces.Box(low, high, (3,), float),
-    )
+    args = ppo.make_parser().parse_args(options.split())
+    space = gym.spaces.Box(low, high, (3,), float)
     with np.errstate(all="raise"):
         ppo.warn_of_scale(args, space)
     error = capsys.readouterr().err
     assert found in error if found else error == ""
 
 
-def test_scale_of_a_run(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "script, env, choices, box",
+    [
+        (ppo, "Pendulum-v1", "CartPole-v1", "-2 to 2"),
+        (ppo_multilevel, "ResSim-v1 --levels 1 --eval-every 0", "envs:make_cartpole", "0.001 to 1"),
+    ],
+)
+def test_scale_of_a_run(tmp_path, capsys, script, env, choices, box):
     """It is reported when a run starts, not when it goes on; choices have no scale."""
-    options = "--num-iterations 1 --init-log-std -4 --num-steps 8 --quiet --log-dir".split()
-    options = ["--env", "Pendulum-v1", *options, str(tmp_path)]
-    run = ppo.train(ppo.parse_args(options))
-    assert "the Box is -2 to 2" in capsys.readouterr().err
-    ppo.parse_args(["--resume", str(run.run_dir), "--num-iterations", "2"])
-    ppo.parse_args(["--eval", str(run.run_dir)])
-    ppo.parse_args([*options[2:], "--env", "CartPole-v1"])
+    options = "--num-iterations 1 --init-log-std -4 --num-steps 10 --num-workers 0 --quiet"
+    options = [*options.split(), "--log-dir", str(tmp_path), "--env"]
+    run = script.train(script.parse_args([*options, *env.split()]))
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"the Box is {box}:" in error
+    script.parse_args(["--resume", str(run.run_dir), "--num-iterations", "2"])
+    script.parse_args(["--eval", str(run.run_dir)])
+    script.parse_args([*options, choices, *env.split()[1:]])
     assert capsys.readouterr().err == ""
