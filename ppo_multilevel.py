@@ -1962,8 +1962,7 @@ class ResSim(gym.Env):
 
     Darcy pressure once per control step, then upwind transport (Dixit & ElSheikh, arXiv 2210.08400,
     section 4). Reward: oil produced / oil in place at first. Terminated after `case.control_steps`.
-    The case is a `Case` or a name in CASES; level 1 is the coarsest. Fields are training's, those
-    of an evaluation or of validation (a climb's checks)."""
+    A `Case` or a name in CASES; level 1 is coarsest; fields of training, evaluation, validation."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 2}
 
@@ -1972,7 +1971,7 @@ class ResSim(gym.Env):
         if level not in range(1, len(case.grids) + 1):
             raise ValueError(f"level must be 1..{len(case.grids)}, got {level}")
         self.fields = 2 if validation else int(evaluation)  # the seed of the set
-        self.grid, self.render_mode = Grid(case, level, self.fields), render_mode
+        self.grid, self.render_mode, self.t = Grid(case, level, self.fields), render_mode, None
         n_in, n_out = len(case.injectors[0]), len(case.producers[0])
         low = np.r_[np.zeros(n_out), -np.ones(n_out + n_in)].astype(np.float32)
         self.observation_space = gym.spaces.Box(low, np.float32(1), dtype=np.float32)
@@ -1981,12 +1980,11 @@ class ResSim(gym.Env):
     def reset(self, *, seed=None, options=None):
         """All oil; a field is drawn, or `options={"field": k}` picks it. Returns psi, info."""
         super().reset(seed=seed)
-        n_fields, drawn = len(self.grid.perm), seed is None or self.fields == 0
-        # Consecutive seeds of an evaluation visit every field.
-        field = self.np_random.integers(n_fields) if drawn else seed % n_fields
+        K = len(self.grid.perm)  # consecutive seeds of an evaluation visit every field
+        field = seed % K if self.fields and seed is not None else self.np_random.integers(K)
         self.field = int((options or {}).get("field", field))
-        if self.field not in range(n_fields):
-            raise ValueError(f"field must be 0..{n_fields - 1}, got {self.field}")
+        if self.field not in range(K):
+            raise ValueError(f"field must be 0..{K - 1}, got {self.field}")
         self.s = np.full(self.grid.shape, self.case.s_wir)  # water saturation
         self.p, self.t = np.zeros(self.grid.shape), 0  # pressure, control steps since reset
         return self.psi().astype(np.float32), {"field": self.field}
@@ -2033,6 +2031,8 @@ class ResSim(gym.Env):
         actions = np.asarray(actions, dtype=np.float64)
         if actions.shape != shape or not np.isfinite(actions).all():
             raise ValueError(f"actions must be finite and of shape {shape}")
+        if any(env.t is None or env.t >= case.control_steps for env in envs):
+            raise RuntimeError("ResSim: step() before reset() or after the end of the episode")
         s, q = np.stack([env.s for env in envs]), envs[0].phi(actions)  # (n, ny, nx)
         # One right-hand side per solve: solving several at once rounds differently.
         solved = [e.grid.solve_pressure(e.field, e.s, e_q) for e, e_q in zip(envs, q)]

@@ -465,7 +465,7 @@ def test_gymnasium_accepts_it(case):
     check_env(ResSim(case, 1, render_mode="rgb_array"), skip_render_check=False)
 
 
-def test_reset_draws_fields_and_an_episode_ends():
+def test_reset_draws_fields_and_step_ends():
     env = ResSim("ResSim-v1", 1)
     drawn = [env.reset(seed=4)[1]["field"]] + [env.reset()[1]["field"] for _ in range(9)]
     again = [env.reset(seed=4)[1]["field"]] + [env.reset()[1]["field"] for _ in range(9)]
@@ -474,8 +474,12 @@ def test_reset_draws_fields_and_an_episode_ends():
     assert info == {"field": 7} and not obs[:32].any() and (obs[32:] == 1).all()
     flags = [env.step(np.ones(64))[2:4] for _ in range(5)]
     assert flags == [(False, False)] * 4 + [(True, False)]
+    with pytest.raises(RuntimeError, match="after the end"):
+        env.step(np.ones(64))
     with pytest.raises(ValueError, match="field must be 0..15"):
         env.reset(options={"field": 16})
+    with pytest.raises(RuntimeError, match="before reset"):
+        ResSim("ResSim-v1", 1).step(np.ones(64))
 
 
 def test_actions_are_clipped_and_must_be_finite():
