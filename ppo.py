@@ -19,8 +19,8 @@ Each iteration runs the policy π_old for T steps in N games, then takes K epoch
            + β E[KL(π_old(·|s_t), π_θ(·|s_t))], with --kl-coef                       PPO, Eq. (8)
 
 V(s) predicts the discounted sum of rewards from observation s on, Â_t how much more a_t brought, by
-one reward and V (λ = 0), by all rewards to the episode's or rollout's end, there V (λ = 1), or a
-mean between. r_t is the reward, r_t(θ) the probability ratio; at π_old −r_t(θ) Â_t has the gradient
+one reward and V (λ = 0), by all rewards to the episode's or rollout's end and V there (λ = 1), or a
+mean of such. r_t is the reward, r_t(θ) the probability ratio; at π_old −r_t(θ) Â_t has the gradient
 of cross-entropy, a_t the label, Â_t the weight. The entropy H keeps it trying other actions.
 All that is stored at index t belongs to the action at t: `terminated[t]` says that it ended the
 task, no reward follows; `truncated[t]` that a time limit cut the episode short; done_t is either.
