@@ -730,14 +730,14 @@ def normalise_values(model, batch, returns):
 
 @torch.no_grad()
 def refit_values(model, batch):
-    """Fit the value function's last layer to a batch's returns, by least squares; advantages are
-    what is left. Without that a policy gets worse for some iterations on a level that is new."""
+    """Fit the value function's last layer to a batch's returns, by ridge regression; advantages are
+    what is left. Without the fit a policy gets worse for some iterations on a level that is new,
+    with a weaker penalty weights may be so large that values alone move the shared layers."""
     features = nn.functional.pad(model.critic(model.obs_norm(batch["obs"])), (0, 1), value=1.0)
     features, returns = features.cpu().double(), batch["returns"].cpu().double()  # (M, F + 1), (M,)
-    square = features.T @ features + 1e-6 * len(returns) * torch.eye(features.shape[1]).to(features)
-    *weight, bias = torch.linalg.solve(square, features.T @ returns).tolist()
-    model.value.weight.copy_(torch.tensor([weight]))
-    model.value.bias.fill_(bias)
+    square = features.T @ features + 1e-3 * len(returns) * torch.eye(features.shape[1]).to(features)
+    solution = torch.linalg.solve(square, features.T @ returns)  # (F + 1,)
+    model.value.weight[0], model.value.bias[0] = solution[:-1], solution[-1]
     batch["values"] = model(batch["obs"])[1]
     scale = 1 if model.value_norm is None else model.value_norm.std
     batch["advantages"] = scale * (batch["returns"] - batch["values"])

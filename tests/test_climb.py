@@ -231,21 +231,26 @@ def test_checks_are_charged_to_the_rules_time(climb):
 # Values on a new level ----------------------------------------------------------------------------
 
 
-def test_refit_values_is_least_squares():
-    """The value function's last layer is NumPy's least-squares fit; Â = R − V then."""
+def test_refit_values_is_ridge_regression():
+    """The value function's last layer is NumPy's least-squares fit, with a row √(λ M) of a target
+    0 for each weight; Â = R − V then. Features that tell nothing do not get large weights."""
     args = ml.make_parser().parse_args(["--hidden", "6", "5"])
     model = ml.Model(3, ml.gym.spaces.Box(-1, 1, (2,)), args)
     generator = torch.Generator().manual_seed(0)
-    obs = torch.randn(50, 3, generator=generator)
+    obs = 0.1 * torch.randn(50, 3, generator=generator)
     batch = {"obs": obs, "returns": obs[:, 0] * 3 + 5 + torch.randn(50, generator=generator)}
     policy = model.head.mean.weight.clone()
     features = np.c_[model.critic(obs).detach().numpy(), np.ones(50)]
-    expected = features @ np.linalg.lstsq(features, batch["returns"].numpy(), rcond=None)[0]
+    returns = batch["returns"].numpy()
+    unpenalised = np.linalg.lstsq(features, returns, rcond=None)[0]
+    penalised = np.r_[features, (1e-3 * 50) ** 0.5 * np.eye(6)], np.r_[returns, np.zeros(6)]
+    weights = np.linalg.lstsq(*penalised, rcond=None)[0]
     ml.refit_values(model, batch)
-    np.testing.assert_allclose(batch["values"], expected, atol=5e-3)
+    np.testing.assert_allclose(batch["values"], features @ weights, rtol=1e-4)
     torch.testing.assert_close(batch["advantages"], batch["returns"] - batch["values"])
     torch.testing.assert_close(model(obs)[1], batch["values"])
     assert torch.equal(model.head.mean.weight, policy)
+    assert np.linalg.norm(unpenalised) > 5 * model.value.weight.norm()
 
 
 def test_refit_advantages_are_in_the_rewards_unit():
