@@ -950,8 +950,7 @@ class Run(AbstractContextManager):
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
         self.signal = agreed or self.signal
         going = self.iteration < self.args.num_iterations and not agreed
-        if not going and self.saved != self.iteration:
-            self.save()
+        going or self.saved == self.iteration or self.save()
         return going
 
     def end_iteration(self, row, episodes, **counts):
@@ -1047,6 +1046,7 @@ class Run(AbstractContextManager):
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
         self.counters, self.saved = state["counters"], state["counters"]["iteration"]
+        self.saved < self.args.num_iterations or report("at its end, but for more --num-iterations")
         return parts[RANK] if fits else ({}, None)
 
 

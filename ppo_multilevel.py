@@ -5,12 +5,11 @@
     python ppo_multilevel.py --env ResSim-v1 --schedule together          # the paper's schedule
     python ppo_multilevel.py --env my_simulation.py:Rod --levels 1 2 3   # yours, see README
 
-This is `ppo.py` with a simulation on L levels, coarse to fine, and two ways to use them. A *climb*
-(the default) trains on one level at a time; checks on the finest level tell where a second of
-simulation teaches most, see `Climb`. *Together* is the paper's schedule, multilevel Monte Carlo:
-per iteration N actors take many steps T^1 on the coarsest level and few, T^L, on the finest. On
-each level l > 1 a partner simulation on level l−1 follows the fine one, so that few samples tell
-their difference; the coarsest level's loss and these differences add up to the finest level's loss.
+This is `ppo.py` for L levels of a simulation, coarse to fine. A *climb*, the default, trains on one
+level at a time; checks on the finest tell where a second teaches most, see `Climb`. *Together* is
+the paper's schedule, multilevel Monte Carlo: N actors take many steps T^1 on the coarsest level,
+few, T^L, on the finest. On levels l > 1 a partner on level l−1 follows the fine one, so that few
+samples tell their difference; these and the coarsest level's loss add up to the finest's.
 
 Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), algorithms as in A.
 Dixit's "Implementation of multilevel PPO in Stable Baselines 3"; "PPO", Â_t, R_t, r_t(θ): `ppo.py`.
@@ -19,25 +18,22 @@ Dixit's "Implementation of multilevel PPO in Stable Baselines 3"; "PPO", Â_t, R
     ℓ = L_a + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))                            PPO, Eq. (9)
     loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}],  ℓ̃^0 = 0                                      ML, Algorithm 4
 
-The loss is a signed, weighted sum: a row of a level's own simulation weighs +1/M^l, a row of its
-coarse partner −1/M^l (times control weights β, see `Together`); a minibatch is one forward pass
-over all rows. With one level the script is `ppo.py`, bit for bit. --correction bounded, the
-default, clips partners' policy terms with their sign and leaves out their value terms: `update`.
+The loss is a signed, weighted sum: a row of a level's own simulation weighs +1/M^l, one of its
+coarse partner (tilde; `sync`) −1/M^l, times control weights β, see `Together`; a minibatch is one
+forward pass over all rows. With one level the script is `ppo.py`, bit for bit. --correction
+bounded, the default, clips partners' policy terms with their sign and has no value terms of theirs.
 
 Departures from print: Algorithm 3 prints L_a without its minus sign and the entropy term as −C_e
 L_now; Algorithm 4's text prints N T^l ≤ M^l for ≥; Algorithm 5 prints map_from after the fine step
 and assigns ã twice: with --coupling step the coarse member is mapped before it and takes the same
-action a^L, by default it is mapped when an episode starts and acts itself, with the same noise. As
-in the author's code each level has its own episodes, one normaliser of advantages serves all.
+action a^L, by default it is mapped when an episode starts and acts itself, with the same noise.
 
-A simulation is a class or function that makes Gymnasium envs, `make(level, evaluation=False,
-validation=False)`, with the same spaces on all levels; the last two, if it has them, ask for starts
-of their own (validation: checks). For pairs of levels: `psi()`, state → observation, and `map_from(
-other)`, to take over another level's state (else one seed starts both); a static `step_batch(envs,
-actions)` may step several. Rewards mean the same on all levels: means over cells, not sums.
+A simulation is a class or function `make(level, evaluation=False, validation=False)` of Gymnasium
+envs with the same spaces on all levels; the last two, if it has them, ask for starts of their own
+(validation: checks). For pairs: `psi()`, state → observation, and `map_from(other)`, to take over
+another level's state (else one seed starts both). Static `step_batch(envs, actions)` may step many.
 
-Shapes: L levels, T^l steps, N actors, B minibatches of M^l rows, D observation entries, A action
-entries. A tilde in the paper is `sync` here. All that is stored at t belongs to the action at t.
+Shapes: L levels, T^l steps, N actors, B minibatches of M^l rows, D observation, A action entries.
 """
 
 import argparse
@@ -1276,6 +1272,10 @@ class Run(AbstractContextManager):
         if self.started is None:
             self.pool.call("start", self.states)
         if not self.history:
+            obs, _ = self.pool.arrays["obs"].copy(), self.pool.call("start")  # once more
+            if not np.allclose(obs, self.pool.arrays["obs"], 1e-4, 1e-6, equal_nan=True):
+                report("starts from one seed differ, so checks are noise: README, Randomness")
+            abs(obs).max() < 100 or self.args.norm_obs or report("large observations: --norm-obs?")
             began, row = time.perf_counter(), self.rule.begin(self)
             self.counters["wall_seconds"] += time.perf_counter() - began
             if row or self.args.eval_every:
@@ -1285,8 +1285,7 @@ class Run(AbstractContextManager):
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
         self.signal = agreed or self.signal
         going = self.share_done() < 1 and not agreed
-        if not going and self.saved != self.iteration:
-            self.save()
+        going or self.saved == self.iteration or self.save()
         return going
 
     def share_done(self):
@@ -1419,6 +1418,7 @@ class Run(AbstractContextManager):
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
         self.counters, self.saved = state["counters"], state["counters"]["iteration"]
+        self.share_done() < 1 or report("at its end, but for more --total-cost (--num-iterations)")
         return parts[RANK] if fits else ({}, None)
 
 
@@ -1581,7 +1581,7 @@ def analyse(args):
     print("".join(name.rjust(width) for name, width in widths.items()))
     for row in rows:
         cells = {name: f"{value:.3g}" for name, value in row.items()}
-        cells |= {n: f"{row[n]:.4g} ± {row[n + '_error']:.1g}" for n in row if n + "_error" in row}
+        cells |= {n: f"{row[n]:.4g} ± {row[n + '_error']:.2g}" for n in row if n + "_error" in row}
         print("".join(cells.get(name, "").rjust(width) for name, width in widths.items()).rstrip())
     for row in (row for row in rows[:-1] if row["against"] == finest):
         row["verdict"] = verdict(row)
@@ -2111,7 +2111,7 @@ def parse_args(argv=None):
         parser.set_defaults(learning_rate=3e-5, update_epochs=10, target_kl=0.05)
         parser.set_defaults(levels=pair, num_steps=[100, "auto"] if given.levels else pair_steps)
     args = parse_with_run(parser, argv)
-    if not args.levels or args.levels != sorted(set(args.levels)):
+    if args.levels != sorted(set(args.levels)) or len(args.levels) < (2 if args.analyse else 1):
         parser.error(f"argument --levels: name the levels of {args.env} to use, coarse to fine")
     L, last = len(args.levels), args.levels[-1]
     if args.analyse is not None:  # all members play, whatever the run's schedule was
@@ -2125,7 +2125,7 @@ def parse_args(argv=None):
             if args.coupling == "step" and not hasattr(env.unwrapped, "map_from"):
                 parser.error(f"argument --coupling: step needs map_from, which {args.env} has not")
         if spaces[-1] != spaces[0]:
-            parser.error(f"argument --levels: level {level} has other spaces than the first")
+            parser.error(f"argument --levels: level {level} has {spaces[-1]}, not {spaces[0]}")
     args.resume or args.eval or num_options(box := env.action_space) or warn_of_scale(args, box)
     paired = L > 1 and not climbs
     if not args.eval and not last <= args.eval_level <= (last if climbs or paired else math.inf):
@@ -2145,7 +2145,7 @@ def parse_args(argv=None):
         if T != "auto":
             check_rows(parser, args, args.num_envs * T, "finer rows" if paired and i else "rows")
     if args.total_cost and (args.total_timesteps or args.num_iterations):
-        parser.error("argument --total-cost: not allowed with another length of the run")
+        parser.error("argument --total-cost: not with --total-timesteps, --num-iterations")
     if args.total_timesteps and L == 1:
         args.num_iterations = max(1, args.total_timesteps // (args.num_envs * args.num_steps[0]))
     if not (args.total_cost or args.total_timesteps or args.num_iterations):

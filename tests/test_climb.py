@@ -5,6 +5,7 @@ import json
 import shutil
 import time
 import types
+from pathlib import Path
 
 import cv2
 import envs
@@ -16,6 +17,7 @@ from test_resume import train_until
 
 import ppo_multilevel as ml
 
+ROD = Path(__file__).parent / "benchmarks/rod.py"
 COSTS = [1.0, 4.0, 16.0, 10.0]  # seconds of a step on three levels, and of an update
 SMALL = (
     "--env ResSim-v1 --levels 1 2 3 --num-steps 5 --num-envs 4 --num-minibatches 2 --hidden 8 "
@@ -307,6 +309,27 @@ def test_unchanged_result_is_not_evaluated_again(tmp_path, monkeypatch):
     returns = [row["eval_return"] for row in table]
     assert all(returns) and len(set(returns)) == sum(better)
     assert [True, *(a != b for a, b in zip(returns[1:], returns))] == better
+
+
+@pytest.mark.parametrize("levels", ["1", "1 2"])
+@pytest.mark.parametrize(
+    "old, new, more, words",
+    [
+        ("", "", "", ""),
+        ("super().reset(seed=seed)", "super().reset()", "", "starts from one seed differ, "),
+        (".astype(np.float32)", ".astype(np.float32) * 1e3", "", "large observations: --norm-obs?"),
+        (".astype(np.float32)", ".astype(np.float32) * 1e3", "--norm-obs", ""),
+    ],
+    ids=["good", "unseeded", "large", "normalised"],
+)
+def test_what_a_run_says_of_the_starts(levels, old, new, more, words, tmp_path, capsys):
+    """Once, at its start: a line on starts that are chance, one on observations far from 1."""
+    (tmp_path / "mine.py").write_text(ROD.read_text().replace(old, new))
+    options = f"--env {tmp_path}/mine.py:make --levels {levels} --num-envs 2 --num-steps 10 "
+    options += f"--num-iterations 1 --num-minibatches 2 --num-workers 0 --log-dir {tmp_path} {more}"
+    ml.train(ml.parse_args([*options.split(), "--quiet", "--eval-every", "0"]))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == bool(words) and words in "".join(lines)
 
 
 def test_length_of_no_more_than_a_check(tmp_path, capsys):
