@@ -1581,7 +1581,7 @@ def analyse(args):
     print("".join(name.rjust(width) for name, width in widths.items()))
     for row in rows:
         cells = {name: f"{value:.3g}" for name, value in row.items()}
-        cells |= {n: f"{row[n]:.4g} ± {row[n + '_error']:.2g}" for n in row if n + "_error" in row}
+        cells |= {n: f"{row[n]:.4g} ± {row[n + '_error']:.1g}" for n in row if n + "_error" in row}
         print("".join(cells.get(name, "").rjust(width) for name, width in widths.items()).rstrip())
     for row in (row for row in rows[:-1] if row["against"] == finest):
         row["verdict"] = verdict(row)

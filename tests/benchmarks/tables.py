@@ -152,7 +152,7 @@ def climb():
             cells.append(label + spread(final(curves[run]), digits(case)))
             cells.append(spread(seconds_to(case, curves, run, 0.99), ",.0f"))
         rows.append([*cells, ", ".join(str(len(curves[run])) for run in names)])
-    return markdown([*header, "seeds"], rows)
+    return markdown([*header, "seeds of each"], rows)
 
 
 def unseen():
