@@ -2112,7 +2112,7 @@ def parse_args(argv=None):
         parser.set_defaults(levels=pair, num_steps=[100, "auto"] if given.levels else pair_steps)
     args = parse_with_run(parser, argv)
     if args.levels != sorted(set(args.levels)) or len(args.levels) < (2 if args.analyse else 1):
-        parser.error(f"argument --levels: name the levels of {args.env} to use, coarse to fine")
+        parser.error("argument --levels: name some, coarse to fine, two or more to analyse a run")
     L, last = len(args.levels), args.levels[-1]
     if args.analyse is not None:  # all members play, whatever the run's schedule was
         args.schedule, args.eval_level, args.num_steps = "together", None, args.num_steps[:1] * L
