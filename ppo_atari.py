@@ -926,7 +926,7 @@ class Run(AbstractContextManager):
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
         self.counters, self.saved = state["counters"], state["counters"]["iteration"]
-        self.saved < self.args.num_iterations or report("at its end, but for more --num-iterations")
+        self.saved < self.args.num_iterations or report("run complete; longer: --num-iterations N")
         return parts[RANK] if fits else ({}, None)
 
 

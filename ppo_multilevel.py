@@ -1418,7 +1418,7 @@ class Run(AbstractContextManager):
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
         self.counters, self.saved = state["counters"], state["counters"]["iteration"]
-        self.share_done() < 1 or report("at its end, but for more --total-cost (--num-iterations)")
+        self.share_done() < 1 or report("run complete; longer: --total-cost (or --num-iterations)")
         return parts[RANK] if fits else ({}, None)
 
 

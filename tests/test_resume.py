@@ -128,7 +128,7 @@ def test_resumed_run_is_the_same_run(case, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
     assert len(resume(script, part.run_dir).history) == len(whole.history)  # nothing more
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("at its end, but for more --")
+    assert line.startswith("run complete; longer: --")
     assert resumed.run_dir == part.run_dir
     saved = [script.load_checkpoint(run.run_dir) for run in (whole, resumed)]
     for state in saved:
