@@ -6,10 +6,10 @@
     python ppo_multilevel.py --env my_simulation.py:Rod --levels 1 2 3   # yours, see README
 
 This is `ppo.py` for L levels of a simulation, coarse to fine. A *climb*, the default, trains on one
-level at a time; checks on the finest tell where a second teaches most, see `Climb`. *Together* is
-the paper's schedule, multilevel Monte Carlo: N actors take many steps T^1 on the coarsest level,
-few, T^L, on the finest. On levels l > 1 a partner on level l−1 follows the fine one, so that few
-samples tell their difference; these and the coarsest level's loss add up to the finest's.
+level at a time; checks on the finest tell where a second of it teaches most, see `Climb`.
+*Together* is the paper's multilevel Monte Carlo: N actors take many steps T^1 on the coarsest
+level, few, T^L, on the finest. On levels l > 1 a partner on level l−1 follows the fine one, so that
+few samples tell their difference; such differences and the coarsest loss make the finest's.
 
 Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), algorithms as in A.
 Dixit's "Implementation of multilevel PPO in Stable Baselines 3"; "PPO", Â_t, R_t, r_t(θ): `ppo.py`.
@@ -19,7 +19,7 @@ Dixit's "Implementation of multilevel PPO in Stable Baselines 3"; "PPO", Â_t, R
     loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}],  ℓ̃^0 = 0                                      ML, Algorithm 4
 
 The loss is a signed, weighted sum: a row of a level's own simulation weighs +1/M^l, one of its
-coarse partner (tilde; `sync`) −1/M^l, times control weights β, see `Together`; a minibatch is one
+coarse partner (ℓ̃; here `sync`) −1/M^l, times control weights β, see `Together`; a minibatch is one
 forward pass over all rows. With one level the script is `ppo.py`, bit for bit. --correction
 bounded, the default, clips partners' policy terms with their sign and has no value terms of theirs.
 
@@ -29,9 +29,9 @@ and assigns ã twice: with --coupling step the coarse member is mapped before it
 action a^L, by default it is mapped when an episode starts and acts itself, with the same noise.
 
 A simulation is a class or function `make(level, evaluation=False, validation=False)` of Gymnasium
-envs with the same spaces on all levels; the last two, if it has them, ask for starts of their own
-(validation: checks). For pairs: `psi()`, state → observation, and `map_from(other)`, to take over
-another level's state (else one seed starts both). Static `step_batch(envs, actions)` may step many.
+envs, spaces and rewards (means, not sums) the same on all levels; the last two, if known, ask for
+starts of their own. For pairs: `psi()`, state → observation, and `map_from(other)`, to take over
+another level's state (else one seed starts both); static `step_batch(envs, actions)`.
 
 Shapes: L levels, T^l steps, N actors, B minibatches of M^l rows, D observation, A action entries.
 """
@@ -1274,8 +1274,8 @@ class Run(AbstractContextManager):
         if not self.history:
             obs, _ = self.pool.arrays["obs"].copy(), self.pool.call("start")  # once more
             if not np.allclose(obs, self.pool.arrays["obs"], 1e-4, 1e-6, equal_nan=True):
-                report("starts from one seed differ, so checks are noise: README, Randomness")
-            abs(obs).max() < 100 or self.args.norm_obs or report("large observations: --norm-obs?")
+                report("starts from one seed differ, results are chance: README, Randomness")
+            self.args.norm_obs or abs(obs).max() < 100 or report("large observations: --norm-obs?")
             began, row = time.perf_counter(), self.rule.begin(self)
             self.counters["wall_seconds"] += time.perf_counter() - began
             if row or self.args.eval_every:
@@ -2112,7 +2112,7 @@ def parse_args(argv=None):
         parser.set_defaults(levels=pair, num_steps=[100, "auto"] if given.levels else pair_steps)
     args = parse_with_run(parser, argv)
     if args.levels != sorted(set(args.levels)) or len(args.levels) < (2 if args.analyse else 1):
-        parser.error("argument --levels: name some, coarse to fine, two or more to analyse a run")
+        parser.error("argument --levels: which, coarse to fine? (--analyse RUN_DIR: two or more)")
     L, last = len(args.levels), args.levels[-1]
     if args.analyse is not None:  # all members play, whatever the run's schedule was
         args.schedule, args.eval_level, args.num_steps = "together", None, args.num_steps[:1] * L

@@ -225,7 +225,7 @@ def test_run_dir(tmp_path, capsys):
     assert ml.analyse(args)[1]["return"] != trained[1]["return"]
     with pytest.raises(SystemExit):  # one level has nothing to be compared with
         ml.parse_args(["--analyse", str(run.run_dir), "--levels", "3"])
-    assert "argument --levels: name some, coarse to fine, two or more" in capsys.readouterr().err
+    assert "(--analyse RUN_DIR: two or more)" in capsys.readouterr().err
 
 
 def test_endless_episodes(monkeypatch, tmp_path, capsys):
