@@ -726,9 +726,8 @@ def normalise_values(model, batch, returns):
 
 @torch.no_grad()
 def refit_values(model, batch):
-    """Fit the value function's last layer to a batch's returns, by ridge regression; advantages are
-    what is left. Without the fit a policy gets worse for some iterations on a level that is new,
-    with a weaker penalty weights may be so large that values alone move the shared layers."""
+    """Fit the value function's last layer to a batch's returns by ridge regression; advantages are
+    the rest. Else a policy gets worse on a new level; large weights would outweigh its own loss."""
     features = nn.functional.pad(model.critic(model.obs_norm(batch["obs"])), (0, 1), value=1.0)
     features, returns = features.cpu().double(), batch["returns"].cpu().double()  # (M, F + 1), (M,)
     square = features.T @ features + 1e-3 * len(returns) * torch.eye(features.shape[1]).to(features)
@@ -1045,6 +1044,9 @@ def measured_costs(args, model):
     model, generator, args.target_kl = copy.deepcopy(model), torch.Generator(), None
     with closing(make_pool(args, model, game_seeds(args, 0), args.num_workers)) as pool:
         pool.call("start")
+        obs, _ = pool.arrays["obs"].copy(), pool.call("start")  # once more
+        same = np.allclose(obs, pool.arrays["obs"], 1e-4, 1e-6, equal_nan=True)
+        same or args.analyse is not None or report("starts of one seed differ: README, Randomness")
         for level in reversed(range(len(levels))):  # last an iteration on the coarsest
             # Few steps: an episode's start costs more, like a reservoir's, whose field is new.
             plan = Plan([level], [2 if level else args.num_steps[0]], [])
@@ -1272,10 +1274,8 @@ class Run(AbstractContextManager):
         if self.started is None:
             self.pool.call("start", self.states)
         if not self.history:
-            obs, _ = self.pool.arrays["obs"].copy(), self.pool.call("start")  # once more
-            if not np.allclose(obs, self.pool.arrays["obs"], 1e-4, 1e-6, equal_nan=True):
-                report("starts from one seed differ, results are chance: README, Randomness")
-            self.args.norm_obs or abs(obs).max() < 100 or report("large observations: --norm-obs?")
+            large = not self.args.norm_obs and abs(self.pool.arrays["obs"]).max() > 100
+            large and report("large observations: --norm-obs?")
             began, row = time.perf_counter(), self.rule.begin(self)
             self.counters["wall_seconds"] += time.perf_counter() - began
             if row or self.args.eval_every:
