@@ -380,7 +380,8 @@ def test_worker_that_dies_during_an_update(script, tmp_path, monkeypatch, iterat
     real = script.update
 
     def update(*arguments):
-        victim = min(multiprocessing.active_children(), key=lambda process: process.pid)
+        children = multiprocessing.active_children()  # named by number; pids may begin anew
+        victim = min(children, key=lambda process: int(process.name.rpartition("-")[2]))
         victim.kill()
         return real(*arguments)
 
