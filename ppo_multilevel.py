@@ -727,7 +727,7 @@ def normalise_values(model, batch, returns):
 @torch.no_grad()
 def refit_values(model, batch):
     """Fit the value function's last layer to a batch's returns by ridge regression; advantages are
-    the rest. Else a policy gets worse on a new level; large weights would outweigh its own loss."""
+    the rest. Else a policy gets worse on a new level; large weights' gradients drown its own."""
     features = nn.functional.pad(model.critic(model.obs_norm(batch["obs"])), (0, 1), value=1.0)
     features, returns = features.cpu().double(), batch["returns"].cpu().double()  # (M, F + 1), (M,)
     square = features.T @ features + 1e-3 * len(returns) * torch.eye(features.shape[1]).to(features)
@@ -1274,8 +1274,8 @@ class Run(AbstractContextManager):
         if self.started is None:
             self.pool.call("start", self.states)
         if not self.history:
-            large = not self.args.norm_obs and abs(self.pool.arrays["obs"]).max() > 100
-            large and report("large observations: --norm-obs?")
+            if not self.args.norm_obs and abs(self.pool.arrays["obs"]).max() > 100:
+                report("large observations: --norm-obs?")
             began, row = time.perf_counter(), self.rule.begin(self)
             self.counters["wall_seconds"] += time.perf_counter() - began
             if row or self.args.eval_every:
