@@ -6,8 +6,8 @@
     tensorboard --logdir runs
 
 This is `ppo.py` with a Game that makes pictures of an Atari game, a convolutional network and
-shared memory for whole rollouts: on a CPU the workers have the policy too, and nobody waits for
-anybody between two steps. Then all cores work on the update, in bfloat16 where that is faster.
+shared memory for whole rollouts: the workers have the policy too, and nobody waits for anybody
+between two steps. Then all cores, or a GPU, do the update, in bfloat16 where that is faster.
 
 Papers: "PPO" is Schulman et al. 2017, Proximal policy optimization algorithms (arXiv 1707.06347);
 "GAE" is Schulman et al. 2016 (arXiv 1506.02438); pictures and network are those of Mnih et al.
@@ -28,6 +28,7 @@ rows, n actions. What is stored at t, `terminated` and `truncated` too, is of th
 """
 
 import argparse
+import copy
 import csv
 import ctypes
 import datetime
@@ -76,7 +77,7 @@ def make_parser():
     option("--fire", bool, True, "an episode starts with FIRE if the game has it; Gymnasium: off")
     option("--anneal-clip", bool, True, "lower ε linearly to 0 over the run, as the learning rate")
     option("--precision", str, "auto", "auto: bf16 if that is faster", choices=precisions)
-    option("--compile", bool, False, "torch.compile the network for updates; needs a C++ compiler")
+    option("--compile", bool, False, "torch.compile the loss, for GPUs; needs a C++ compiler")
     parser.set_defaults(num_workers=num_cores(), num_envs=8, clip_coef=0.1)
     return parser
 
@@ -140,8 +141,6 @@ def train(args):
     model.share_memory()  # workers see every update
     with Run(args, model, optimizer, generator) as run:
         torch.set_num_threads(num_threads)
-        if args.compile:
-            model.compile()
         args.quiet or RANK or print(settings(args, model), flush=True)
         while run.goes_on():
             remaining = 1 - run.iteration / args.num_iterations
@@ -179,16 +178,14 @@ def rollout(model, pool, args, generator):
     """Take T steps in all N games with the current policy. Returns the buffer, tensors (T, N, ...):
     obs, actions, logprobs, values, next_values, rewards, terminated, truncated; and the (return,
     length) of the games that ended, both of all ranks. On a CPU the next rollout overwrites the
-    buffer. Values and logprobs come from passes over all steps, with the update's own arithmetic:
-    its first ratios are 1, whatever the workers' rounding."""
+    buffer. Values and logprobs come from passes over all steps, with the update's own arithmetic
+    (but for --compile): its first ratios are 1, whatever the workers' rounding."""
     buffer = shared_buffer(pool.arrays)
     T, N = args.num_steps, args.num_envs
     noise = model.head.noise(T * N, generator).view(T, N, -1)
     buffer["noise"][:] = noise.chunk(NUM_RANKS, 1)[RANK]  # of this rank's games
-    if model.device.type == "cpu":
-        pool.call("rollout")  # the workers play with the same weights, in shared memory
-    else:
-        play_steps(model, pool.arrays, functools.partial(pool.call, "step"), buffer)
+    pool.player.load_state_dict(model.state_dict())  # on a CPU they are the same
+    pool.call("rollout")
     ended, *ends = (buffer[name] for name in ("ended", "episode_return", "episode_length"))
     episodes = [[*zip(*(column[t][ended[t]].tolist() for column in ends))] for t in range(T)]
     next_obs = torch.from_numpy(buffer["next_obs"])
@@ -209,15 +206,14 @@ def rollout(model, pool, args, generator):
 
 
 @torch.no_grad()
-def play_steps(model, arrays, step, buffer):
-    """Fill a buffer: let the model act in the games of these arrays, which `step` steps."""
-    noise = torch.from_numpy(buffer["noise"]).to(model.device)
+def play_steps(model, games, arrays, buffer):
+    """Fill a buffer: let the model act in these games, whose `arrays` are what they show."""
     with model.autocast():
-        for t in range(len(noise)):
-            model.act(arrays, noise[t])
+        for t, noise in enumerate(torch.from_numpy(buffer["noise"])):
+            model.act(arrays, noise)
             for name in model.stored:  # what the policy saw and did
                 buffer[name][t] = arrays[name]
-            step()
+            games.call("step")
             for name in STEP_RESULTS:  # what came of it
                 buffer[name][t] = arrays[name]
 
@@ -277,8 +273,9 @@ def losses(model, batch, clip_coef, clip_vloss):
 # ------------------------------------------------------------------------------------ update
 def update(model, optimizer, batch, args, clip_coef, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
-    seen, B = [], args.num_minibatches
-    own = slice(RANK, None, NUM_RANKS)  # a minibatch's rows of this rank
+    seen, B, own = [], args.num_minibatches, slice(RANK, None, NUM_RANKS)  # rows of this rank
+    loss_terms = torch.compile(losses, mode="reduce-overhead") if args.compile else losses
+    clip_coef = torch.tensor(clip_coef, device=model.device)  # compiled, a number would be constant
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
     for _ in range(args.update_epochs):
@@ -288,7 +285,7 @@ def update(model, optimizer, batch, args, clip_coef, generator):
             if args.norm_adv == "minibatch":
                 mb["advantages"] = normalised(mb["advantages"])
             mb = {name: column[own] for name, column in mb.items()}
-            *terms, logratio = losses(model, mb, clip_coef, args.clip_vloss)
+            *terms, logratio = loss_terms(model, mb, clip_coef, args.clip_vloss)
             pg_loss, v_loss, entropy = [term.mean() for term in terms]
             ratio = logratio.exp()
             approx_kl = (ratio - 1 - logratio).mean()  # estimates KL(π_old, π) without bias, ≥ 0
@@ -599,8 +596,7 @@ class Game:
 
 
 class Games:
-    """The games of one worker, those in `rows` of all N. With a `model` they can play whole
-    rollouts, into the buffer that all share."""
+    """The games of one worker, those in `rows` of all N, and the `model` that plays rollouts."""
 
     def __init__(self, args, model, seeds, rows, arrays, **options):
         if multiprocessing.parent_process():  # a worker has one core
@@ -614,8 +610,7 @@ class Games:
     def call(self, command, *arguments):
         """Have one game after the other carry out a command. Returns their answers."""
         if command == "rollout":  # T steps of all of them
-            step = functools.partial(self.call, "step")
-            return play_steps(self.model, self.arrays, step, self.buffer)
+            return play_steps(self.model, self, self.arrays, self.buffer)
         answers = []
         try:
             for game in self.games:
@@ -638,8 +633,8 @@ def game_seeds(args, starts):
 
 
 def make_pool(args, model, seeds, num_workers, num_steps=None, **options):
-    """Return the pool of one game per seed; on a CPU the model plays rollouts in its workers. The
-    arrays of the games' last step are (N, ...), the rollout's buffer is in *name, (T, N, ...)."""
+    """Return the pool of one game per seed. Its workers play with its `player`, the model if on a
+    CPU, else a copy. Arrays of the last step are (N, ...), the rollout's are (T, N, ...), *name."""
     keep_freed_memory()
     T, N, frames = args.num_steps if num_steps is None else num_steps, len(seeds), (84, 84, 4)
     arrays = {"obs": (frames, "uint8"), "next_obs": (frames, "uint8"), "rewards": ((), "float32")}
@@ -648,9 +643,14 @@ def make_pool(args, model, seeds, num_workers, num_steps=None, **options):
     arrays |= {"actions": ((), "int64"), "noise": ((model.head.n,), "float32")}
     layout = {name: ((N, *shape), dtype) for name, (shape, dtype) in arrays.items()}
     layout |= {f"*{name}": ((T, N, *shape), dtype) for name, (shape, dtype) in arrays.items()}
-    player = model if model.device.type == "cpu" else None
+    player = model
+    if model.device.type != "cpu":
+        player = copy.deepcopy(model).cpu().share_memory()
+        player.bf16 &= has_bf16(player.device)
     games = functools.partial(Games, args, player, seeds, **options)
-    return WorkerPool(games, layout, N, num_workers)
+    pool = WorkerPool(games, layout, N, num_workers)
+    pool.player = player
+    return pool
 
 
 # ------------------------------------------------------------------------------------ worker pool
@@ -1087,7 +1087,7 @@ def parse_args(argv=None):
     if args.total_timesteps or args.num_iterations is None:
         args.num_iterations = max(1, (args.total_timesteps or 10_000_000) // rows)
     if args.compile and not args.eval:
-        torch.compile(lambda x: x + 1)(torch.zeros(1))  # needs a C++ compiler
+        torch.compile(lambda x: x + 1)(make_model(args).value.bias)  # needs a C++ compiler
     return args
 
 

@@ -552,21 +552,35 @@ def test_rollout_is_a_replay(played, num_workers, start_method):
     assert logprobs.std() > 0.1 and len(buffer["actions"].unique()) == 4
 
 
-def test_rollout_with_a_policy_elsewhere(played):
-    """What a device that is no CPU plays in the main process is the same rollout."""
+class Elsewhere(Model):
+    """A model that says it is on a GPU, until it comes to the CPU."""
+
+    device = torch.device("cuda")
+
+    def cpu(self):
+        """Be a Model."""
+        self.__class__ = Model
+        return self
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_rollout_with_a_model_elsewhere(played, num_workers, monkeypatch):
+    """A copy plays, with the weights that the model has then; in bfloat16 if a CPU should too."""
     model, expected = played
-    elsewhere = SimpleNamespace(device=torch.device("meta"), head=model.head)
-    with contextlib.closing(make_pool(elsewhere, 2)) as pool:  # of games without a model
+    elsewhere = copy.deepcopy(model)
+    elsewhere.__class__, elsewhere.bf16 = Elsewhere, True
+    bias = elsewhere.head.logits.bias.data
+    bias[0] = 1e4
+    monkeypatch.setattr(ppo_atari, "has_bf16", lambda device: device.type != "cpu")
+    with contextlib.closing(make_pool(elsewhere, num_workers)) as pool:
+        bias.zero_()
+        # What is next goes to the GPU.
+        with pytest.raises((RuntimeError, AssertionError), match="CUDA|NVIDIA"):
+            rollout(elsewhere, pool)
+        assert not pool.player.bf16 and pool.player.device.type == "cpu"
         buffer = ppo_atari.shared_buffer(pool.arrays)
-        noise = model.head.noise(T * N, torch.Generator().manual_seed(2))
-        buffer["noise"][:] = noise.view(T, N, -1)
-        step = functools.partial(pool.call, "step")
-        ppo_atari.play_steps(model, pool.arrays, step, buffer)
         for name in (*BUFFER, "next_obs"):
             np.testing.assert_array_equal(buffer[name], expected.buffer[name].numpy())
-        returns, lengths = (buffer[f"episode_{name}"] for name in ("return", "length"))
-        ended = buffer["ended"]
-        assert [*zip(returns[ended], lengths[ended])] == expected.episodes
 
 
 def test_rollouts_go_on(played, monkeypatch):
@@ -656,7 +670,13 @@ def test_first_ratios(monkeypatch, bf16):
 def update_setup(**changes):
     """Return model, optimizer, batch of 12 rows, args and generator for `update`."""
     args = {"update_epochs": 3, "num_minibatches": 4, "norm_adv": "minibatch", "clip_vloss": True}
-    args |= {"vf_coef": 0.5, "ent_coef": 0.01, "max_grad_norm": 0.5, "target_kl": None}
+    args |= {
+        "vf_coef": 0.5,
+        "ent_coef": 0.01,
+        "max_grad_norm": 0.5,
+        "target_kl": None,
+        "compile": False,
+    }
     args = SimpleNamespace(**(args | changes))
     model, obs, generator = make_model(), pictures(12), torch.Generator().manual_seed(2)
     with torch.no_grad():

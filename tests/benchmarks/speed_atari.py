@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results" / "speed_atari.csv"
 
 # Options of ours, Stable-Baselines3's vectorised env.
 CASES = {
-    "default": ("", "SubprocVecEnv"),
+    "default": ("", "SubprocVecEnv"),  # on a GPU if there is one, both
     "fp32": ("--precision fp32", "SubprocVecEnv"),
     "bf16": ("--precision bf16", "SubprocVecEnv"),
     "default, games in one process": ("--num-workers 0", "DummyVecEnv"),
@@ -74,7 +74,7 @@ def sb3(_, vec_env):
         clip_range_vf=0.1,
         ent_coef=0.01,
         vf_coef=0.5,
-        device="cpu",
+        device="auto",
         seed=1,
     )
     model.learn(WARM_UP * 1024)

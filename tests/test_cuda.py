@@ -1,0 +1,136 @@
+"""Tests on a GPU, skipped where there is none: what it computes is what the CPU computes, and runs
+go on from one to the other."""
+
+import csv
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ppo
+import ppo_atari
+import ppo_multilevel
+
+ROOT = Path(__file__).resolve().parent.parent
+GPU = "cuda"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SHORT = "--num-envs 4 --num-minibatches 2 --update-epochs 2 --num-iterations 2 --quiet".split()
+CARTPOLE = "--env CartPole-v1 --num-steps 32 --eval-every 1 --eval-episodes 2"
+RESSIM = (
+    "--env ResSim-v1 --levels 1 2 --hidden 16 --num-workers 0 --level-costs 1 2 1 --eval-every 1"
+)
+CASES = {
+    "CartPole": (ppo, CARTPOLE),
+    "normalisers": (ppo, f"{CARTPOLE} --norm-obs --norm-reward --norm-value --adaptive-lr 0.01"),
+    "GRU": (ppo, f"{CARTPOLE} --rnn gru --rnn-size 8"),
+    "Pendulum": (ppo, "--env Pendulum-v1 --num-steps 32"),
+    "Breakout": (ppo_atari, "--num-steps 16 --precision fp32 --eval-every 2 --eval-episodes 1"),
+    "climb": (ppo_multilevel, f"{RESSIM} --num-steps 8 --check-episodes 2"),
+    "together": (ppo_multilevel, f"{RESSIM} --schedule together --num-steps 8 4"),
+}
+
+
+def train(module, options, folder, device):
+    """Return the run of a training on a device."""
+    words = [*SHORT, *options.split(), "--log-dir", str(folder), "--device", device]
+    return module.train(module.parse_args(words))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gpu_computes_what_the_cpu_does(case, tmp_path):
+    """With the same noise both take the same actions, and their updates end alike."""
+    module, options = CASES[case]
+    runs = [train(module, options, tmp_path, device) for device in ("cpu", GPU)]
+    weights = [
+        torch.cat([p.detach().cpu().flatten() for p in run.model.parameters()]) for run in runs
+    ]
+    assert runs[1].model.device.type == GPU
+    assert float((weights[0] - weights[1]).abs().max()) < 2e-3
+    rows = [first_update(run.history) for run in runs]
+    for name in (*module.LOSSES, "episodic_return"):
+        assert rows[1][name] == pytest.approx(rows[0][name], 0.02, 2e-3, nan_ok=True), name
+
+
+def first_update(rows):
+    """Return the first row of an update."""
+    return next(row for row in rows if row.get("policy_loss"))
+
+
+@pytest.mark.parametrize("there, back", [("cpu", GPU), (GPU, "cpu")])
+@pytest.mark.parametrize("case", CASES)
+def test_run_goes_on_on_another_device(case, there, back, tmp_path):
+    """A run's iterations on one device are followed by those on another; both can play it."""
+    module, options = CASES[case]
+    run_dir = train(module, options, tmp_path, there).run_dir
+    words = ["--resume", str(run_dir), "--device", back, "--num-iterations", "3", "--quiet"]
+    run = module.train(module.parse_args(words))
+    assert run.model.device.type == back and run.iteration == 3
+    for device in ("cpu", GPU):
+        words = [
+            "--eval",
+            str(run_dir),
+            "--device",
+            device,
+            "--eval-episodes",
+            "2",
+            "--export-onnx",
+        ]
+        assert len(module.evaluate_run(module.parse_args(words))) == 2
+    assert (run_dir / "policy.onnx").stat().st_size > 1000
+
+
+def test_atari_takes_the_gpu_and_bfloat16(tmp_path):
+    """--device auto is the GPU for Atari; compiled, it learns the same numbers, up to rounding."""
+    words = [*SHORT, "--num-steps", "16", "--log-dir", str(tmp_path)]
+    losses = []
+    for option in ("--no-compile", "--compile"):
+        run = ppo_atari.train(ppo_atari.parse_args([*words, option]))
+        assert run.model.device.type == GPU and run.model.bf16
+        losses.append([first_update(run.history)[name] for name in ppo_atari.LOSSES])
+    assert losses[0] == pytest.approx(losses[1], rel=0.05, abs=0.02)
+
+
+def free_port():
+    """Return a port that is free now."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+@pytest.mark.parametrize("script", ["ppo", "ppo_atari", "ppo_multilevel"])
+def test_torchrun_with_one_rank(script, tmp_path):
+    """A rank alone does on the GPU what the script does without torchrun."""
+    module, options = CASES[{"ppo": "CartPole", "ppo_atari": "Breakout"}.get(script, "together")]
+    words = [*SHORT, *options.split(), "--device", GPU, "--log-dir", str(tmp_path)]
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    start += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    rows = []
+    for name, python in {"alone": [sys.executable], "rank": start}.items():
+        call = [*python, f"{script}.py", *words, "--run-name", name]
+        subprocess.run(call, cwd=ROOT, check=True, timeout=300)
+        with (tmp_path / name / "progress.csv").open() as file:
+            row = first_update([*csv.DictReader(file)])
+        rows.append([float(row[name]) for name in module.LOSSES])
+        assert json.loads((tmp_path / name / "config.json").read_text())["options"]["device"] == GPU
+    assert rows[0] == pytest.approx(rows[1], rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("module", [ppo, ppo_atari, ppo_multilevel])
+def test_ranks_talk_by_nccl(module, monkeypatch):
+    """What the ranks exchange, in a group of one: tensors of the GPU by nccl, objects too."""
+    monkeypatch.setitem(os.environ, "MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setitem(os.environ, "MASTER_PORT", str(free_port()))
+    dist.init_process_group(rank=0, world_size=1)
+    monkeypatch.setattr(module, "NUM_RANKS", 2)  # both of which are this one
+    try:
+        assert "nccl" in str(dist.get_backend_config())
+        assert module.averaged(torch.tensor([6.0, 4.0], device=GPU)).tolist() == [3, 2]
+        assert module.gathered_objects({"a": [1]})[0] == {"a": [1]}
+    finally:
+        dist.destroy_process_group()
