@@ -1124,7 +1124,7 @@ def evaluate_run(args):
                 game.env.path = str(run_dir / "video.mp4")
                 evaluate(model, pool, generator)
         except Exception as error:
-            raise GameError(f"argument --video: no film of {args.env}: {one_line(error)}") from None
+            raise GameError(f"argument --video: no film, see README: {one_line(error)}") from None
         print(f"video: {run_dir / 'video.mp4'}")
     return returns
 

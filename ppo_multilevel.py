@@ -1508,7 +1508,7 @@ def evaluate_run(args):
                 game.env.path = str(run_dir / "video.mp4")
                 evaluate(model, pool, generator)
         except Exception as error:
-            raise GameError(f"argument --video: no film of {args.env}: {one_line(error)}") from None
+            raise GameError(f"argument --video: no film, see README: {one_line(error)}") from None
         print(f"video: {run_dir / 'video.mp4'}")
     return returns
 
@@ -1581,7 +1581,8 @@ def analyse(args):
     print("".join(name.rjust(width) for name, width in widths.items()))
     for row in rows:
         cells = {name: f"{value:.3g}" for name, value in row.items()}
-        cells |= {n: f"{row[n]:.4g} ± {row[n + '_error']:.1g}" for n in row if n + "_error" in row}
+        errors = {n: float(f"{row[n + '_error']:.1g}") for n in row if n + "_error" in row}
+        cells |= {n: f"{row[n]:.4g} ± {error:g}" for n, error in errors.items()}
         print("".join(cells.get(name, "").rjust(width) for name, width in widths.items()).rstrip())
     for row in (row for row in rows[:-1] if row["against"] == finest):
         row["verdict"] = verdict(row)
@@ -2054,8 +2055,7 @@ class ResSim(gym.Env):
         zoom = math.ceil(256 / self.case.grids[-1][0])
         share = refine(self.s, self.case.grids[-1])[..., None].clip(0, 1)
         image = (1 - share) * (84, 52, 30) + share * (44, 123, 214)  # (ny, nx, 3)
-        image[self.case.injectors] = 255
-        image[self.case.producers] = 230, 30, 30
+        image[self.case.injectors], image[self.case.producers] = 255, (230, 30, 30)
         return image.astype(np.uint8).repeat(zoom, axis=0).repeat(zoom, axis=1)
 
 

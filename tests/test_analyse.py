@@ -201,6 +201,15 @@ def test_table_and_csv(tmp_path, capsys):
     assert float(read[3]["return"]) == rows[3]["return"] and not read[3]["rho_adv"]
 
 
+def test_large_returns_are_shown_without_exponents(tmp_path, capsys, monkeypatch):
+    """An error of 12 is 10, not 1e+01."""
+    monkeypatch.setattr(ml, "jackknife", lambda *_: {"return": -345.6, "return_error": 12.3})
+    monkeypatch.setattr(ml, "compare", lambda coarse, fine, pair: coarse | {"against": 2})
+    monkeypatch.setattr(ml, "verdict", lambda row: "none")
+    analysed(tmp_path, "--env", "envs:make")
+    assert "-345.6 ± 10" in capsys.readouterr().out.splitlines()[2]
+
+
 def test_any_number_of_workers(tmp_path):
     """Worker processes change no number."""
     one, other = (analysed(tmp_path, "--env", "envs:make", "--num-workers", n) for n in "02")
