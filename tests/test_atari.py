@@ -563,8 +563,8 @@ class Elsewhere(Model):
         return self
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_rollout_with_a_model_elsewhere(played, num_workers, monkeypatch):
+@pytest.mark.parametrize("num_workers, start_method", [(0, None), (2, None), (1, "spawn")])
+def test_rollout_with_a_model_elsewhere(played, num_workers, start_method, monkeypatch):
     """A copy plays, with the weights that the model has then; in bfloat16 if a CPU should too."""
     model, expected = played
     elsewhere = copy.deepcopy(model)
@@ -572,12 +572,14 @@ def test_rollout_with_a_model_elsewhere(played, num_workers, monkeypatch):
     bias = elsewhere.head.logits.bias.data
     bias[0] = 1e4
     monkeypatch.setattr(ppo_atari, "has_bf16", lambda device: device.type != "cpu")
-    with contextlib.closing(make_pool(elsewhere, num_workers)) as pool:
+    elsewhere.gradient = torch.empty(3, device="meta")  # of a GPU, for no other process
+    with contextlib.closing(make_pool(elsewhere, num_workers, T, start_method)) as pool:
         bias.zero_()
         # What is next goes to the GPU.
         with pytest.raises((RuntimeError, AssertionError), match="CUDA|NVIDIA"):
             rollout(elsewhere, pool)
-        assert not pool.player.bf16 and pool.player.device.type == "cpu"
+        assert not pool.player.bf16 and pool.player.gradient is None
+        assert pool.player.device.type == "cpu"
         buffer = ppo_atari.shared_buffer(pool.arrays)
         for name in (*BUFFER, "next_obs"):
             np.testing.assert_array_equal(buffer[name], expected.buffer[name].numpy())
