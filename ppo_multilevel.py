@@ -487,9 +487,8 @@ class Climb:
         self.check_seconds = cost * self.args.level_costs[-2]
         self.time, self.unchecked = self.time + self.check_seconds, 0.0
         if self.best is None or returns.mean() > self.returns.mean():
-            self.best = copy.deepcopy(run.model.state_dict())
-            self.adam = copy.deepcopy(run.optimizer.state_dict())
-            self.returns = returns
+            states = run.model.state_dict(), run.optimizer.state_dict()
+            (self.best, self.adam), self.returns = copy.deepcopy(states), returns
         return float(returns.mean())
 
     def choose(self, run, gain, error):
@@ -1279,8 +1278,10 @@ class Run(AbstractContextManager):
             began, row = time.perf_counter(), self.rule.begin(self)
             self.counters["wall_seconds"] += time.perf_counter() - began
             if row or self.args.eval_every:
-                self.log(row | self.counters)
-            self.share_done() < 1 or report("nothing learned: the first check costs --total-cost")
+                self.log(row := row | self.counters)
+            first = row.get("check_return", row.get("eval_return", 0))
+            self.args.norm_value or abs(first) <= 10 or report("large returns: --norm-value?")
+            self.share_done() < 1 or report("nothing learned: a check costs more than --total-cost")
         self.started = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
         self.signal = agreed or self.signal
@@ -2046,9 +2047,8 @@ class ResSim(gym.Env):
         # Nothing is compressible and all boundaries are closed: oil produced = water gained
         gained = grid.pore * (s_new - s).sum(axis=(1, 2))
         rewards = gained / (grid.pore * s[0].size * (1 - case.s_wir))
-        obs = grid.observe(s_new, p).astype(np.float32)
         terminated = np.array([env.t >= case.control_steps for env in envs])
-        return obs, rewards, terminated, np.zeros(len(envs), bool)
+        return grid.observe(s_new, p).astype(np.float32), rewards, terminated, terminated & False
 
     def render(self):
         """Picture (height, width, 3) uint8: oil brown, water blue; wells white (in), red (out)."""

@@ -17,7 +17,7 @@ from test_resume import train_until
 
 import ppo_multilevel as ml
 
-LARGE = ".astype(np.float32)", ".astype(np.float32) * 1e3"
+LARGE, VALUE = (".astype(np.float32)", ".astype(np.float32) * 1e3"), "--norm-value"
 ROD = Path(__file__).parent / "benchmarks/rod.py"
 COSTS = [1.0, 4.0, 16.0, 10.0]  # seconds of a step on three levels, and of an update
 SMALL = (
@@ -315,20 +315,24 @@ def test_unchanged_result_is_not_evaluated_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "levels, old, new, more, words",
     [
-        ("1 2", "", "", "", ""),
-        ("1 2", "super().reset(seed=seed)", "super().reset()", "", "starts of one seed differ: "),
-        ("1", *LARGE, "", "large observations: --norm-obs?"),
-        ("1 2", *LARGE, "", "large observations: --norm-obs?"),
-        ("1 2", *LARGE, "--norm-obs", ""),
+        ("1 2", "", "", VALUE, ""),
+        ("1 2", "super().reset(seed=seed)", "super().reset()", VALUE, "starts of one seed differ"),
+        ("1", *LARGE, VALUE, "large observations: --norm-obs?"),
+        ("1 2", *LARGE, VALUE, "large observations: --norm-obs?"),
+        ("1 2", *LARGE, f"--norm-obs {VALUE}", ""),
+        ("1 2", "", "", "", "large returns: --norm-value?"),
+        ("1", "", "", "--eval-every 1 --eval-episodes 2", "large returns: --norm-value?"),
+        ("1 2", "-np.square", "-1e-3 * np.square", "", ""),
     ],
-    ids=["good", "unseeded", "large, one level", "large", "normalised"],
 )
 def test_what_a_run_says_of_the_starts(levels, old, new, more, words, tmp_path, capsys):
-    """Once, at its start: a line on starts that are chance, one on observations far from 1."""
+    """Once, at its start: a line on starts that are chance, on numbers far from 1."""
     (tmp_path / "mine.py").write_text(ROD.read_text().replace(old, new))
+    assert not old or old in ROD.read_text()
     options = f"--env {tmp_path}/mine.py:make --levels {levels} --num-envs 2 --num-steps 10 "
+    options += "--quiet --eval-every 0 "
     options += f"--num-iterations 1 --num-minibatches 2 --num-workers 0 --log-dir {tmp_path} {more}"
-    ml.train(ml.parse_args([*options.split(), "--quiet", "--eval-every", "0"]))
+    ml.train(ml.parse_args(options.split()))
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == bool(words) and words in "".join(lines)
 
@@ -337,7 +341,7 @@ def test_length_of_no_more_than_a_check(tmp_path, capsys):
     """Such a run learns nothing, and says so."""
     argv = [*SMALL, "--total-cost", "1", "--log-dir", str(tmp_path)]
     assert ml.train(ml.parse_args(argv)).iteration == 0
-    assert "nothing learned: the first check costs --total-cost\n" in capsys.readouterr().err
+    assert "nothing learned: a check costs more than --total-cost\n" in capsys.readouterr().err
 
 
 def test_learning_rate_falls_with_the_cost(tmp_path):
