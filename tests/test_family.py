@@ -249,7 +249,6 @@ def test_tables_are_the_records(page, monkeypatch):
 
 
 COMMON = "v1-only-5/v1-climb v2-only-4/v2-climb v4-only-4/v4-climb v4-rate-b/v4-climb "
-COMMON += "v4-finest-fit/v4-climb "
 SHARES = {  # of what a run needs to 99 %, what another one needs; by page
     "README.md": COMMON + "v1-only-5/v1-only-2 v2-only-4/v2-only-1 v4-only-4/v4-only-3",
     "tests/benchmarks/README.md": COMMON + "v1-1level/v1-climb",
