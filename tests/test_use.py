@@ -170,11 +170,19 @@ PLAYED = ["CartPole-v1", "Taxi-v4", "CartPole-v1 --rnn gru"]  # plain, with mask
 
 @pytest.mark.parametrize("env", PLAYED)
 def test_readme_code_loads_a_policy(tmp_path, monkeypatch, env):
-    """The lines run as they are, and play the first episode of --eval."""
+    """The lines, with what is said of masks and memory, play the first episode of --eval."""
     run_dir = train(ppo, tmp_path, "--env", *env.split())
     args = ppo.parse_args(["--eval", str(run_dir), "--eval-episodes", "1"])
     expected, code, names = ppo.evaluate_run(args), readme_code("load_checkpoint"), {}
     assert code.count("\n") <= 15 and "runs/my-run" in code
+    text = " ".join((ROOT / "README.md").read_text().split())
+    memory, start, masked = re.search(
+        r"With `--rnn` it is `(.*?)`, after `(.*?)` at .*? with masks `(.*?)`", text
+    ).groups()
+    if "rnn" in env:
+        code = code.replace("model.policy(obs)", memory).replace("while", f"{start}\nwhile")
+    if "Taxi" in env:
+        code = code.replace("model.policy(obs)", masked)
     real = ppo.make_env
     monkeypatch.setattr(ppo, "make_env", lambda *a: gym.wrappers.RecordEpisodeStatistics(real(*a)))
     exec(code.replace("runs/my-run", str(run_dir)), names)
@@ -182,17 +190,14 @@ def test_readme_code_loads_a_policy(tmp_path, monkeypatch, env):
 
 
 def test_readme_code_loads_a_policy_of_levels(tmp_path):
-    """So do they for ppo_multilevel.py with the changes that the README names."""
+    """So do they for ppo_multilevel.py with what their comments say."""
     run_dir = train(ppo_multilevel, tmp_path, "--env", "envs:make", "--levels", "1", "2")
     args = ppo_multilevel.parse_args(["--eval", str(run_dir), "--eval-episodes", "1"])
     expected, rewards = ppo_multilevel.evaluate_run(args), []
-    lines = readme_code("load_checkpoint").replace("runs/my-run", str(run_dir)).splitlines()
-    code = "\n".join(line for line in lines if line.split(" =")[0].strip() not in ("state", "mask"))
-    policy = re.search(r"action, state = (model\.policy)\(.*", code)[0]
-    code = code.replace(policy, "action, _ = model.policy(obs)").replace("ppo.", "ppo_multilevel.")
-    code = code.replace("make_env(args.env)", "make_env(args.env, args.eval_level)")
-    code = code.replace("import ppo\n", "import ppo_multilevel\n") + "\n    rewards.append(reward)"
-    exec(code, {"rewards": rewards})
+    code = readme_code("load_checkpoint").replace("runs/my-run", str(run_dir))
+    code = re.sub(r"import ppo  # or: (.*)", r"\1", code)
+    code = re.sub(r"ppo\.make_env\(.*?\)(.*)# ppo_multilevel: (.*)", r"\2\1", code)
+    exec(code + "    rewards.append(reward)", {"rewards": rewards})
     assert sum(rewards) == pytest.approx(expected[0], rel=1e-5)
 
 
