@@ -859,8 +859,7 @@ RANK, NUM_RANKS = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if TORCHR
 
 def report(message):
     """Print a message, once for all ranks."""
-    if RANK == 0:
-        print(message, file=sys.stderr, flush=True)
+    RANK or print(message, file=sys.stderr, flush=True)
 
 
 def gathered(buffer):
@@ -915,7 +914,8 @@ class Run(AbstractContextManager):
                     self.stack.callback(signal.signal, signum, signal.signal(signum, self.stop))
             arrays, states = self.restore() if args.resume else ({}, None)
             if NUM_RANKS > 1:
-                dist.init_process_group(timeout=datetime.timedelta(days=1))
+                backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+                dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
                 self.stack.callback(dist.destroy_process_group)
             seeds = game_seeds(args, self.counters["starts"])
             pool = make_pool(args, model, seeds, args.num_workers)

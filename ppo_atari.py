@@ -138,7 +138,7 @@ def train(args):
     generator = torch.Generator().manual_seed(args.seed)
     model = make_model(args)
     optimizer = make_optimizer(model)
-    model.share_memory()  # workers see every update
+    model.share_memory()  # on a CPU workers see every update
     with Run(args, model, optimizer, generator) as run:
         torch.set_num_threads(num_threads)
         args.quiet or RANK or print(settings(args, model), flush=True)
@@ -180,8 +180,7 @@ def rollout(model, pool, args, generator):
     length) of the games that ended, both of all ranks. On a CPU the next rollout overwrites the
     buffer. Values and logprobs come from passes over all steps, with the update's own arithmetic
     (but for --compile): its first ratios are 1, whatever the workers' rounding."""
-    buffer = shared_buffer(pool.arrays)
-    T, N = args.num_steps, args.num_envs
+    buffer, T, N = shared_buffer(pool.arrays), args.num_steps, args.num_envs
     noise = model.head.noise(T * N, generator).view(T, N, -1)
     buffer["noise"][:] = noise.chunk(NUM_RANKS, 1)[RANK]  # of this rank's games
     pool.player.load_state_dict(model.state_dict())  # on a CPU they are the same
@@ -206,8 +205,9 @@ def rollout(model, pool, args, generator):
 
 
 @torch.no_grad()
-def play_steps(model, games, arrays, buffer):
-    """Fill a buffer: let the model act in these games, whose `arrays` are what they show."""
+def play_steps(games):
+    """Fill the games' part of the buffer: their model acts in them for T steps."""
+    model, arrays, buffer = games.model, games.arrays, games.buffer
     with model.autocast():
         for t, noise in enumerate(torch.from_numpy(buffer["noise"])):
             model.act(arrays, noise)
@@ -610,7 +610,7 @@ class Games:
     def call(self, command, *arguments):
         """Have one game after the other carry out a command. Returns their answers."""
         if command == "rollout":  # T steps of all of them
-            return play_steps(self.model, self, self.arrays, self.buffer)
+            return play_steps(self)
         answers = []
         try:
             for game in self.games:
@@ -644,7 +644,7 @@ def make_pool(args, model, seeds, num_workers, num_steps=None, **options):
     layout = {name: ((N, *shape), dtype) for name, (shape, dtype) in arrays.items()}
     layout |= {f"*{name}": ((T, N, *shape), dtype) for name, (shape, dtype) in arrays.items()}
     player = model
-    if model.device.type != "cpu":
+    if T and model.device.type != "cpu":
         player = copy.deepcopy(model).cpu().share_memory()
         player.bf16, player.gradient = model.bf16 and has_bf16(player.device), None
     games = functools.partial(Games, args, player, seeds, **options)
@@ -739,8 +739,7 @@ RANK, NUM_RANKS = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if TORCHR
 
 def report(message):
     """Print a message, once for all ranks."""
-    if RANK == 0:
-        print(message, file=sys.stderr, flush=True)
+    RANK or print(message, file=sys.stderr, flush=True)
 
 
 def gathered(buffer):
@@ -795,7 +794,8 @@ class Run(AbstractContextManager):
                     self.stack.callback(signal.signal, signum, signal.signal(signum, self.stop))
             arrays, states = self.restore() if args.resume else ({}, None)
             if NUM_RANKS > 1:
-                dist.init_process_group(timeout=datetime.timedelta(days=1))
+                backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+                dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
                 self.stack.callback(dist.destroy_process_group)
             seeds = game_seeds(args, self.counters["starts"])
             pool = make_pool(args, model, seeds, args.num_workers)

@@ -1175,8 +1175,7 @@ RANK, NUM_RANKS = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if TORCHR
 
 def report(message):
     """Print a message, once for all ranks."""
-    if RANK == 0:
-        print(message, file=sys.stderr, flush=True)
+    RANK or print(message, file=sys.stderr, flush=True)
 
 
 def gathered(buffer):
@@ -1235,7 +1234,8 @@ class Run(AbstractContextManager):
                     self.stack.callback(signal.signal, signum, signal.signal(signum, self.stop))
             arrays, states = self.restore() if args.resume else ({}, None)
             if NUM_RANKS > 1:
-                dist.init_process_group(timeout=datetime.timedelta(days=1))
+                backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+                dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
                 self.stack.callback(dist.destroy_process_group)
             if args.level_costs is None:
                 args.level_costs = gathered_objects(measured_costs(args, model))[0]
@@ -1281,7 +1281,7 @@ class Run(AbstractContextManager):
                 self.log(row := row | self.counters)
             first = row.get("check_return", row.get("eval_return", 0))
             self.args.norm_value or abs(first) <= 10 or report("large returns: --norm-value?")
-            self.share_done() < 1 or report("nothing learned: a check costs more than --total-cost")
+            self.share_done() < 1 or report("nothing learned: the first check takes --total-cost")
         self.started = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
         self.signal = agreed or self.signal
@@ -2047,8 +2047,8 @@ class ResSim(gym.Env):
         # Nothing is compressible and all boundaries are closed: oil produced = water gained
         gained = grid.pore * (s_new - s).sum(axis=(1, 2))
         rewards = gained / (grid.pore * s[0].size * (1 - case.s_wir))
-        terminated = np.array([env.t >= case.control_steps for env in envs])
-        return grid.observe(s_new, p).astype(np.float32), rewards, terminated, terminated & False
+        terminated, truncated = np.array([[env.t >= case.control_steps, False] for env in envs]).T
+        return grid.observe(s_new, p).astype(np.float32), rewards, terminated, truncated
 
     def render(self):
         """Picture (height, width, 3) uint8: oil brown, water blue; wells white (in), red (out)."""

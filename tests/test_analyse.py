@@ -201,7 +201,7 @@ def test_table_and_csv(tmp_path, capsys):
     assert float(read[3]["return"]) == rows[3]["return"] and not read[3]["rho_adv"]
 
 
-def test_large_returns_are_shown_without_exponents(tmp_path, capsys, monkeypatch):
+def test_large_errors_are_shown_without_exponents(tmp_path, capsys, monkeypatch):
     """An error of 12 is 10, not 1e+01."""
     monkeypatch.setattr(ml, "jackknife", lambda *_: {"return": -345.6, "return_error": 12.3})
     monkeypatch.setattr(ml, "compare", lambda coarse, fine, pair: coarse | {"against": 2})

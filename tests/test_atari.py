@@ -563,9 +563,21 @@ class Elsewhere(Model):
         return self
 
 
+def test_precision_of_a_copy(played, monkeypatch):
+    """A copy on the CPU computes in bfloat16 if the model does and the CPU should; none is idle."""
+    for on_gpu, on_cpu in [(True, True), (True, False), (False, True)]:
+        elsewhere = copy.deepcopy(played[0])
+        elsewhere.__class__, elsewhere.bf16 = Elsewhere, on_gpu
+        monkeypatch.setattr(ppo_atari, "has_bf16", lambda device, fast=on_cpu: fast)
+        for steps in (T, 0):  # 0: evaluations
+            with contextlib.closing(make_pool(elsewhere, 0, steps)) as pool:
+                assert (pool.player is elsewhere) == (steps == 0)
+                assert pool.player.bf16 == (on_gpu and (on_cpu or not steps))
+
+
 @pytest.mark.parametrize("num_workers, start_method", [(0, None), (2, None), (1, "spawn")])
 def test_rollout_with_a_model_elsewhere(played, num_workers, start_method, monkeypatch):
-    """A copy plays, with the weights that the model has then; in bfloat16 if a CPU should too."""
+    """A copy on the CPU plays, with the weights that the model has then."""
     model, expected = played
     elsewhere = copy.deepcopy(model)
     elsewhere.__class__, elsewhere.bf16 = Elsewhere, True

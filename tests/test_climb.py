@@ -341,7 +341,7 @@ def test_length_of_no_more_than_a_check(tmp_path, capsys):
     """Such a run learns nothing, and says so."""
     argv = [*SMALL, "--total-cost", "1", "--log-dir", str(tmp_path)]
     assert ml.train(ml.parse_args(argv)).iteration == 0
-    assert "nothing learned: a check costs more than --total-cost\n" in capsys.readouterr().err
+    assert "nothing learned: the first check takes --total-cost\n" in capsys.readouterr().err
 
 
 def test_learning_rate_falls_with_the_cost(tmp_path):

@@ -196,7 +196,7 @@ def test_readme_code_loads_a_policy_of_levels(tmp_path):
     expected, rewards = ppo_multilevel.evaluate_run(args), []
     code = readme_code("load_checkpoint").replace("runs/my-run", str(run_dir))
     code = re.sub(r"import ppo  # or: (.*)", r"\1", code)
-    code = re.sub(r"ppo\.make_env\(.*?\)(.*)# ppo_multilevel: (.*)", r"\2\1", code)
+    code = re.sub(r"ppo\.make_env\(.*?\)(.*)# levels: (.*)", r"\2\1", code)
     exec(code + "    rewards.append(reward)", {"rewards": rewards})
     assert sum(rewards) == pytest.approx(expected[0], rel=1e-5)
 

@@ -3,10 +3,11 @@
     pip install stable-baselines3
     python tests/benchmarks/speed_atari.py
 
-Breakout, 8 games × 128 steps, 4 epochs × 4 minibatches, both with the same numbers and all cores.
-They run in turn, each run in a process of its own. A row has the median of both in steps per second
-over the whole training (games, policy, update, logging; neither start nor compilation: the first
-iterations do not count), and the median, lowest and highest ratio of a pair of runs.
+Breakout, 8 games × 128 steps, 4 epochs × 4 minibatches, both with the same numbers, all cores and
+the GPU, if there is one. They run in turn, each run in a process of its own. A row has the median
+of both in steps per second over the whole training (games, policy, update, logging; neither start
+nor compilation: the first iterations do not count), and the median, lowest and highest ratio of a
+pair of runs.
 """
 
 import json
@@ -22,7 +23,7 @@ RESULTS = Path(__file__).parent / "results" / "speed_atari.csv"
 
 # Options of ours, Stable-Baselines3's vectorised env.
 CASES = {
-    "default": ("", "SubprocVecEnv"),  # on a GPU if there is one, both
+    "default": ("", "SubprocVecEnv"),
     "fp32": ("--precision fp32", "SubprocVecEnv"),
     "bf16": ("--precision bf16", "SubprocVecEnv"),
     "default, games in one process": ("--num-workers 0", "DummyVecEnv"),
