@@ -3,8 +3,6 @@ go on from one to the other."""
 
 import csv
 import json
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -74,15 +72,8 @@ def test_run_goes_on_on_another_device(case, there, back, tmp_path):
     run = module.train(module.parse_args(words))
     assert run.model.device.type == back and run.iteration == 3
     for device in ("cpu", GPU):
-        words = [
-            "--eval",
-            str(run_dir),
-            "--device",
-            device,
-            "--eval-episodes",
-            "2",
-            "--export-onnx",
-        ]
+        words = ["--eval", str(run_dir), "--device", device, "--export-onnx"]
+        words += ["--eval-episodes", "2"]
         assert len(module.evaluate_run(module.parse_args(words))) == 2
     assert (run_dir / "policy.onnx").stat().st_size > 1000
 
@@ -98,13 +89,6 @@ def test_atari_takes_the_gpu_and_bfloat16(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=0.05, abs=0.02)
 
 
-def free_port():
-    """Return a port that is free now."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
 ONE = [(script, 1, GPU) for script in ("ppo", "ppo_atari", "ppo_multilevel")]
 
 
@@ -113,11 +97,10 @@ def test_torchrun(script, ranks, device, tmp_path):
     """One rank does on the GPU what the script does alone; two use the CPU beside a GPU."""
     module, options = CASES[{"ppo": "CartPole", "ppo_atari": "Breakout"}.get(script, "together")]
     words = [*SHORT, *options.split(), "--device", device, "--log-dir", str(tmp_path)]
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    start += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split()
     rows = []
-    for name, python in {"alone": [sys.executable], "ranks": start}.items():
-        call = [*python, f"{script}.py", *words, "--run-name", name]
+    for name, start in {"alone": [], "ranks": torchrun}.items():
+        call = [sys.executable, *start, f"{script}.py", *words, "--run-name", name]
         subprocess.run(call, cwd=ROOT, check=True, timeout=300)
         with (tmp_path / name / "progress.csv").open() as file:
             row = first_update([*csv.DictReader(file)])
@@ -128,11 +111,10 @@ def test_torchrun(script, ranks, device, tmp_path):
 
 
 @pytest.mark.parametrize("module", [ppo, ppo_atari, ppo_multilevel])
-def test_nccl_takes_what_ranks_exchange(module, monkeypatch):
+def test_nccl_takes_what_ranks_exchange(module, tmp_path, monkeypatch):
     """In a group of one: what several make of it is seen with gloo, in test_ranks.py."""
-    monkeypatch.setitem(os.environ, "MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setitem(os.environ, "MASTER_PORT", str(free_port()))
-    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
+    group = {"init_method": f"file://{tmp_path}/group", "rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:gloo,cuda:nccl", **group)
     monkeypatch.setattr(module, "NUM_RANKS", 2)  # both of which are this one
     try:
         assert module.averaged(torch.tensor([6.0, 4.0], device=GPU)).tolist() == [3, 2]
