@@ -78,9 +78,11 @@ def test_run_goes_on_on_another_device(case, there, back, tmp_path):
     assert (run_dir / "policy.onnx").stat().st_size > 1000
 
 
-def test_atari_takes_the_gpu_and_bfloat16(tmp_path):
-    """--device auto is the GPU for Atari; compiled, it learns the same numbers, up to rounding."""
-    words = [*SHORT, "--num-steps", "16", "--log-dir", str(tmp_path)]
+@pytest.mark.parametrize("target_kl", ["1e-9", "1"])
+def test_atari_takes_the_gpu_and_bfloat16(target_kl, tmp_path):
+    """--device auto is the GPU for Atari; compiled, it learns the same numbers, up to rounding,
+    and ends an update as early."""
+    words = [*SHORT, "--num-steps", "16", "--log-dir", str(tmp_path), "--target-kl", target_kl]
     losses = []
     for option in ("--no-compile", "--compile"):
         run = ppo_atari.train(ppo_atari.parse_args([*words, option]))

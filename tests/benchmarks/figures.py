@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 # Breakout, lowest and highest of three PPO runs after millions of steps (baselines-results, figure)
 PUBLISHED = {1: (15, 25), 2: (30, 48), 10: (245, 310)}
 ATARI = {
-    "Pong": ["Pong", "Pong-no-noops", "Pong-lr-5e-4", "Pong-3M", "Pong-16-games"],
-    "Breakout": ["Breakout"],
+    "Pong": ["Pong", "Pong-no-noops", "Pong-lr-5e-4", "Pong-16-games"],
+    "Breakout": ["Breakout", "Breakout-64-games"],
     "Pong in float32": ["Pong", "Pong-fp32"],
 }
 

@@ -41,7 +41,6 @@ RUNS_DIR = Path(os.environ.get("RUNS_DIR", ROOT / "runs" / "learn_atari"))
 RESULTS = Path(__file__).parent / "results"
 RUNS = {  # options, and the step after which the run is stopped
     "Pong": ("--env Pong --total-timesteps 10000000", 3_000_000),
-    "Pong-3M": ("--env Pong --total-timesteps 3000000", 3_000_000),
     "Pong-16-games": (
         "--env Pong --num-envs 16 --num-minibatches 8 --update-epochs 3 --clip-coef 0.2 "
         "--no-anneal-clip --total-timesteps 10000000",
@@ -51,8 +50,14 @@ RUNS = {  # options, and the step after which the run is stopped
     "Pong-lr-5e-4": ("--env Pong --learning-rate 5e-4 --total-timesteps 10000000", 3_000_000),
     "Pong-fp32": ("--env Pong --total-timesteps 10000000 --precision fp32", 3_000_000),
     "Breakout": ("--env Breakout --total-timesteps 10000000", 10_000_000),
+    "Breakout-64-games": (
+        "--env Breakout --num-envs 64 --num-steps 32 --num-minibatches 8 --compile "
+        "--total-timesteps 4900000",
+        4_900_000,
+    ),
 }
-SEEDS = {"Pong": range(1, 6), "Pong-fp32": [1], "Breakout": [1]}  # of the record; else 1, 2
+SEEDS = {"Pong": range(1, 6)}  # of the record; else 1, 2
+SEEDS |= dict.fromkeys(("Pong-fp32", "Breakout", "Breakout-64-games"), [1])
 COLUMNS = (
     "run seed steps episodic_return steps_to_18 mode sampled by_phase sampled_by_phase "
     "wall_seconds command precision machine versions processor date"
@@ -107,7 +112,8 @@ def record(run_dir):
     mode, phases = ppo_atari.evaluate_run(args), start_frames(args) % 4
     args.sample = True
     sampled = ppo_atari.evaluate_run(args)
-    capability = torch.backends.cpu.get_cpu_capability()
+    gpu = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if gpu else torch.backends.cpu.get_cpu_capability()
     bound = 18 if args.env == "Pong" else math.inf
     reached = [row["global_step"] for row in rows if float(row["episodic_return"]) >= bound]
     return {
@@ -123,7 +129,7 @@ def record(run_dir):
         "wall_seconds": f"{float(last['wall_seconds']):.0f}",
         "command": f"python ppo_atari.py {RUNS[name][0]} --seed {seed}",
         "precision": "bf16" if ppo_atari.make_model(args).bf16 else "fp32",
-        "machine": f"{platform.machine()} {capability}, {config['options']['num_workers']} core(s)",
+        "machine": f"{platform.machine()} {device}, {config['options']['num_workers']} core(s)",
         "versions": json.dumps(config["versions"]),
         **pairs.run_origin(run_dir),
     }
