@@ -68,7 +68,7 @@ def make_parser():
     option = functools.partial(add_option, parser.add_argument_group("ppo_atari.py"))
     probability, precisions = number(float, 0, 1), ("auto", "fp32", "bf16")
     option("--env", game_name, "Breakout", "also as BreakoutNoFrameskip-v4 or ALE/Breakout-v5")
-    option("--num-steps", number(int, 1, 100_000), 128, "T, steps per iteration; 128 usual")
+    option("--num-steps", number(int, 1, 100_000), 128, "T, steps per game and iteration")
     option("--frameskip", number(int, 1), 4, "frames that an action lasts; Gymnasium's v5: 4")
     option("--sticky-actions", probability, 0.0, "a frame repeats the last action; Gymnasium: 0.25")
     option("--full-action-space", bool, False, "all 18 actions, also those that the game ignores")
@@ -117,7 +117,7 @@ def add_common_options(parser):
     option("--anneal-lr", bool, True, "lower the learning rate linearly to 0 over the run")
     option("--gamma", fraction, 0.99, "γ, discount per step; 0.9 to 0.9997 usual")
     option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
-    option("--num-minibatches", count, 4, "B, minibatches per epoch; divides the number of rows")
+    option("--num-minibatches", count, 4, "B, minibatches per epoch; divides N · T rows; --rnn: N")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
     sets = ("minibatch", "batch", "off")
     option("--norm-adv", str, "minibatch", "set in which Â is normalised", choices=sets)
@@ -700,8 +700,7 @@ class WorkerPool:
 
     def close(self):
         """Close the games and end the processes, also those that do not answer."""
-        if self.games is not None:
-            self.games.call("close")
+        self.games is None or self.games.call("close")
         end = time.monotonic() + 5
         with ExitStack() as stack:  # its end, reached by Ctrl-C too, kills whoever does not
             for pipe, process in self.workers:
@@ -714,9 +713,9 @@ class WorkerPool:
 
 
 def work(pipe, make_games, rows, shared):
-    """Be a worker: make its games, then have them carry out one command after the other."""
-    for signum in (signal.SIGINT, signal.SIGTERM):  # these are for the main process to handle
-        signal.signal(signum, signal.SIG_IGN)
+    """Be a worker: make its games, have them carry out one command after the other, close them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # both are for the main process to handle;
+    signal.signal(signal.SIGTERM, lambda *_: None)  # programs that a game starts may end by this
     parent, command = multiprocessing.parent_process().sentinel, None
     try:
         games = make_games(rows, {name: np.ndarray(*array) for name, array in shared.items()})
@@ -727,6 +726,8 @@ def work(pipe, make_games, rows, shared):
         with suppress(OSError):  # the parent is gone
             message = f"a worker failed: {one_line(error)}\n{traceback.format_exc()}"
             pipe.send(error if isinstance(error, GameError) else GameError(message))
+    with suppress(Exception):  # there may be no games, or one that fails in this too
+        command == "close" or games.call("close")
 
 
 # ------------------------------------------------------------------------------------ ranks
@@ -808,8 +809,7 @@ class Run(AbstractContextManager):
 
     def __exit__(self, kind, *_):
         with self.stack:
-            if kind in (GameError, BrokenPipeError):  # the latter: of the status lines
-                self.save(with_games=False)
+            kind in (GameError, BrokenPipeError) and self.save(with_games=False)
 
     def stop(self, signum, _):
         """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
@@ -823,7 +823,7 @@ class Run(AbstractContextManager):
     def goes_on(self):
         """Start the games at first. Return whether another iteration begins now; if not, save."""
         if self.started is None:
-            self.pool.call("start", self.states)
+            self.pool.call("start", vars(self).pop("states"))
         if self.iteration == 0 and self.args.eval_every and not self.history:
             self.log(dict(self.counters))
         self.started = time.perf_counter()
@@ -1151,17 +1151,17 @@ def main():
     sys.path.append(os.getcwd())  # where a module of --env may lie
     with suppress(AttributeError):  # a notebook's; not all of Windows's code pages have a γ
         sys.stdout.reconfigure(errors="replace")
-    threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors to the Run
-    known = GameError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError
-    known += (RuntimeError,) if NUM_RANKS > 1 else ()  # of torch, if another rank is gone
-    args = None
+    # TensorBoard's thread hands its errors to the Run.
+    threading.excepthook = lambda e: "AsyncWriter" in repr(e.thread) or threading.__excepthook__(e)
+    args, told = None, (GameError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError)
+    told += (RuntimeError,) if NUM_RANKS > 1 else ()  # of torch, if another rank is gone
     try:
         args = parse_args()
         result = evaluate_run(args) if args.eval else train(args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
-        if args and not args.eval and not isinstance(error, known):
+        if args and not args.eval and not isinstance(error, told):
             raise
         line = error if isinstance(error, GameError) else one_line(error)
         print(f"{Path(__file__).name}: error: {line}", file=sys.stderr)

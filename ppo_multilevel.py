@@ -101,7 +101,7 @@ def make_parser():
     text += "together also 'T auto': T on the coarsest level, the rest by costs and variances"
     option("--num-steps", or_auto(number(int, 1, 100_000)), [50], text, nargs="+")
     option("--control", or_auto(fraction), "auto", "β of coarse rows; 1: the paper; auto: measured")
-    option("--total-cost", positive, None, "in finest-level steps; None: a climb's, by --env")
+    option("--total-cost", positive, None, "finest-level steps; None: by --env, or 200 iterations")
     text = "seconds of a step on each level, all workers together, and of an update; None: measured"
     option("--level-costs", positive, None, text, nargs="+")
     option("--check-episodes", number(int, 2, 100_000), 16, "of each check of a climb")
@@ -148,7 +148,7 @@ def add_common_options(parser):
     option("--anneal-lr", bool, True, "lower the learning rate linearly to 0 over the run")
     option("--gamma", fraction, 0.99, "γ, discount per step; 0.9 to 0.9997 usual")
     option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
-    option("--num-minibatches", count, 4, "B, minibatches per epoch; divides the number of rows")
+    option("--num-minibatches", count, 4, "B, minibatches per epoch; divides N · T rows; --rnn: N")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
     sets = ("minibatch", "batch", "off")
     option("--norm-adv", str, "minibatch", "set in which Â is normalised", choices=sets)
@@ -893,7 +893,7 @@ class Game:
         """Write an observation; the first ones of reset and step are compared with psi()."""
         if np.shape(obs) != (shape := self.arrays[name].shape[1:]):  # NumPy would stretch it
             raise ValueError(f"an observation has shape {np.shape(obs)}, its space {shape}")
-        if name not in self.compared and hasattr(self.env.unwrapped, "psi"):
+        if name not in self.compared and callable(getattr(self.env.unwrapped, "psi", None)):
             self.compared.add(name)
             psi = np.asarray(self.env.unwrapped.psi())
             if psi.shape != np.shape(obs) or not np.allclose(obs, psi, 1e-4, 1e-6, equal_nan=True):
@@ -1136,8 +1136,7 @@ class WorkerPool:
 
     def close(self):
         """Close the games and end the processes, also those that do not answer."""
-        if self.games is not None:
-            self.games.call("close")
+        self.games is None or self.games.call("close")
         end = time.monotonic() + 5
         with ExitStack() as stack:  # its end, reached by Ctrl-C too, kills whoever does not
             for pipe, process in self.workers:
@@ -1150,9 +1149,9 @@ class WorkerPool:
 
 
 def work(pipe, make_games, rows, shared):
-    """Be a worker: make its games, then have them carry out one command after the other."""
-    for signum in (signal.SIGINT, signal.SIGTERM):  # these are for the main process to handle
-        signal.signal(signum, signal.SIG_IGN)
+    """Be a worker: make its games, have them carry out one command after the other, close them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # both are for the main process to handle;
+    signal.signal(signal.SIGTERM, lambda *_: None)  # programs that a game starts may end by this
     parent, command = multiprocessing.parent_process().sentinel, None
     try:
         games = make_games(rows, {name: np.ndarray(*array) for name, array in shared.items()})
@@ -1163,6 +1162,8 @@ def work(pipe, make_games, rows, shared):
         with suppress(OSError):  # the parent is gone
             message = f"a worker failed: {one_line(error)}\n{traceback.format_exc()}"
             pipe.send(error if isinstance(error, GameError) else GameError(message))
+    with suppress(Exception):  # there may be no games, or one that fails in this too
+        command == "close" or games.call("close")
 
 
 # ------------------------------------------------------------------------------------ ranks
@@ -1256,8 +1257,7 @@ class Run(AbstractContextManager):
 
     def __exit__(self, kind, *_):
         with self.stack:
-            if kind in (GameError, BrokenPipeError):  # the latter: of the status lines
-                self.save(with_games=False)
+            kind in (GameError, BrokenPipeError) and self.save(with_games=False)
 
     def stop(self, signum, _):
         """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
@@ -1271,9 +1271,9 @@ class Run(AbstractContextManager):
     def goes_on(self):
         """Start the games at first. Return whether another iteration begins now; if not, save."""
         if self.started is None:
-            self.pool.call("start", self.states)
+            self.pool.call("start", vars(self).pop("states"))
         if not self.history:
-            if not self.args.norm_obs and abs(self.pool.arrays["obs"]).max() > 100:
+            if not self.args.norm_obs and abs(self.pool.arrays["obs"]).max() > 10:
                 report("large observations: --norm-obs?")
             began, row = time.perf_counter(), self.rule.begin(self)
             self.counters["wall_seconds"] += time.perf_counter() - began
@@ -2227,10 +2227,10 @@ def main():
     sys.path.append(os.getcwd())  # where a module of --env may lie
     with suppress(AttributeError):  # a notebook's; not all of Windows's code pages have a γ
         sys.stdout.reconfigure(errors="replace")
-    threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors to the Run
-    known = GameError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError
-    known += (RuntimeError,) if NUM_RANKS > 1 else ()  # of torch, if another rank is gone
-    args = None
+    # TensorBoard's thread hands its errors to the Run.
+    threading.excepthook = lambda e: "AsyncWriter" in repr(e.thread) or threading.__excepthook__(e)
+    args, told = None, (GameError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError)
+    told += (RuntimeError,) if NUM_RANKS > 1 else ()  # of torch, if another rank is gone
     try:
         args = parse_args()
         act = evaluate_run if args.eval else train if args.analyse is None else analyse
@@ -2238,7 +2238,7 @@ def main():
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
-        if args and not args.eval and not isinstance(error, known):
+        if args and not args.eval and not isinstance(error, told):
             raise
         line = error if isinstance(error, GameError) else one_line(error)
         print(f"{Path(__file__).name}: error: {line}", file=sys.stderr)

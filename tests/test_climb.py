@@ -9,6 +9,7 @@ from pathlib import Path
 
 import cv2
 import envs
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,7 @@ from test_resume import train_until
 
 import ppo_multilevel as ml
 
-LARGE, VALUE = (".astype(np.float32)", ".astype(np.float32) * 1e3"), "--norm-value"
+LARGE, VALUE = (".astype(np.float32)", ".astype(np.float32) * 30"), "--norm-value"
 ROD = Path(__file__).parent / "benchmarks/rod.py"
 COSTS = [1.0, 4.0, 16.0, 10.0]  # seconds of a step on three levels, and of an update
 SMALL = (
@@ -702,3 +703,25 @@ def test_mean_over_iterations():
     latest = np.cov(now[2]["advantages"], now[1]["advantages"])[0, 1]
     variance = pairs(0.9)[1]["advantages"].var().item()
     assert rule.controls[0] == pytest.approx(0.9 * first + 0.1 * latest / variance, rel=1e-3)
+
+
+class Stream(envs.Levels):
+    """A flow with a stream function, `psi`."""
+
+    psi = np.zeros(3)
+
+    def reset(self, *, seed=None, options=None):
+        gym.Env.reset(self, seed=seed)
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.zeros(2, np.float32), 0.0, False, self.t == 10, {}
+
+
+def test_psi_may_be_something_else(tmp_path, monkeypatch):
+    """A climb does not need psi(), so its name is free."""
+    monkeypatch.setattr(envs, "make_stream", Stream, raising=False)
+    words = [*SMALL, "--env", "envs:make_stream", "--num-iterations", "1"]
+    assert ml.train(ml.parse_args([*words, "--log-dir", str(tmp_path)])).iteration == 1

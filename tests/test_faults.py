@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -237,6 +238,19 @@ def test_full_disk_while_logging(script, tmp_path, capsys, monkeypatch, what):
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(rf"{script.__name__}.py: error: .*No space left on device", line)
     assert script.load_checkpoint(run_dir)["counters"]["iteration"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_thread_of_a_game_that_fails(script, capsys, monkeypatch):
+    """Its traceback is shown, unlike that of TensorBoard's."""
+    monkeypatch.setattr(threading, "excepthook", None)
+    with pytest.raises(SystemExit):
+        run_main(script, monkeypatch, "--eval", "nowhere")
+    assert "nowhere" in capsys.readouterr().err
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 # Training -----------------------------------------------------------------------------------------

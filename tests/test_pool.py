@@ -484,6 +484,54 @@ ENDS = [
 ]
 
 
+class Solvers:
+    """Games of which each starts a program; game 0 fails if it is to."""
+
+    def __init__(self, rows, _):
+        self.rows, self.programs = rows, [subprocess.Popen(["sleep", "60"]) for _ in rows]
+
+    def call(self, command):
+        if command == "fail" and 0 in self.rows:
+            raise ppo.GameError("broken on purpose")
+        if command == "close":
+            for program in self.programs:
+                program.terminate()
+                program.wait()
+        return [program.pid for program in self.programs]
+
+
+def solve(script, pipe):
+    """Have workers start programs, tell their pids, wait to be killed."""
+    pool = script.WorkerPool(Solvers, {}, 4, 2)
+    pipe.send(sum(pool.call("start"), []))
+    time.sleep(60)
+
+
+@linux
+@pytest.mark.parametrize("how", ["close", "fail", "kill main"])
+def test_programs_of_games_end(script, how, monkeypatch):
+    """What games have started ends by their close, however the run ends."""
+    monkeypatch.setattr(script, "GameError", ppo.GameError)
+    if how == "kill main":
+        context = multiprocessing.get_context("fork")
+        here, there = context.Pipe()
+        main = context.Process(target=solve, args=(script, there))
+        main.start()
+        pids = here.recv()
+        main.kill()
+        main.join()
+    else:
+        pool = script.WorkerPool(Solvers, {}, 4, 2)
+        pids = sum(pool.call("start"), [])
+        if how == "fail":
+            with pytest.raises(ppo.GameError, match="broken on purpose"):
+                pool.call("fail")
+        started = time.monotonic()
+        pool.close()
+        assert time.monotonic() - started < 4  # else workers have been killed
+    assert len(pids) == 4 and wait_until(lambda: not any(map(alive, pids)), 10)
+
+
 def end_run(script, how, log_dir):
     """Start a run without end, wait until it trains, do `how` to it. Returns what is left."""
     command = [sys.executable, str(ROOT / f"{script.__name__}.py"), "--env", GOOD[script]]

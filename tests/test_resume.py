@@ -125,7 +125,7 @@ def test_resumed_run_is_the_same_run(case, tmp_path, capsys, monkeypatch):
     before = capsys.readouterr().err
     assert before.startswith("stopping after this iteration") and before.count("\n") == 1
     resumed = resume(script, part.run_dir, *more)
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "" and not hasattr(resumed, "states")  # may be large
     assert len(resume(script, part.run_dir).history) == len(whole.history)  # nothing more
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("run complete; longer: --")
