@@ -781,7 +781,7 @@ COLUMNS = [*(COUNTERS | TAGS)]  # of progress.csv
 
 class Run(AbstractContextManager):
     """A run of `train`: its games (`pool`), counters, folder, logged rows (`history`), and the
-    `signal` that stopped it, or None. Its end closes all, and saves if a game has failed."""
+    `signal` that stopped it, or None. Its end closes all, and saves if a game or stdout failed."""
 
     iteration = property(lambda run: run.counters["iteration"])  # how many are complete
 
@@ -823,7 +823,7 @@ class Run(AbstractContextManager):
     def goes_on(self):
         """Start the games at first. Return whether another iteration begins now; if not, save."""
         if self.started is None:
-            self.pool.call("start", vars(self).pop("states"))
+            self.pool.call("start", vars(self).pop("states"))  # may be large
         if self.iteration == 0 and self.args.eval_every and not self.history:
             self.log(dict(self.counters))
         self.started = time.perf_counter()

@@ -1220,7 +1220,7 @@ COLUMNS = [*(COUNTERS | TAGS)]  # of progress.csv
 
 class Run(AbstractContextManager):
     """A run of `train`: its games (`pool`), counters, folder, logged rows (`history`), and the
-    `signal` that stopped it, or None. Its end closes all, and saves if a game has failed."""
+    `signal` that stopped it, or None. Its end closes all, and saves if a game or stdout failed."""
 
     iteration = property(lambda run: run.counters["iteration"])  # how many are complete
 
@@ -1271,7 +1271,7 @@ class Run(AbstractContextManager):
     def goes_on(self):
         """Start the games at first. Return whether another iteration begins now; if not, save."""
         if self.started is None:
-            self.pool.call("start", vars(self).pop("states"))
+            self.pool.call("start", vars(self).pop("states"))  # may be large
         if not self.history:
             if not self.args.norm_obs and abs(self.pool.arrays["obs"]).max() > 10:
                 report("large observations: --norm-obs?")
