@@ -240,7 +240,6 @@ def test_full_disk_while_logging(script, tmp_path, capsys, monkeypatch, what):
     assert script.load_checkpoint(run_dir)["counters"]["iteration"] == 1
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_thread_of_a_game_that_fails(script, capsys, monkeypatch):
     """Its traceback is shown, unlike that of TensorBoard's."""
     monkeypatch.setattr(threading, "excepthook", None)

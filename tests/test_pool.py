@@ -1,5 +1,6 @@
 """Tests of the worker pool: start methods, games that fail, workers and runs that are killed."""
 
+import functools
 import multiprocessing
 import os
 import re
@@ -485,14 +486,15 @@ ENDS = [
 
 
 class Solvers:
-    """Games of which each starts a program; game 0 fails if it is to."""
+    """Games of which each starts a program; game 0 fails with an error if it is to."""
 
-    def __init__(self, rows, _):
-        self.rows, self.programs = rows, [subprocess.Popen(["sleep", "60"]) for _ in rows]
+    def __init__(self, error, rows, _):
+        self.programs = [subprocess.Popen(["sleep", "60"]) for _ in rows]
+        self.rows, self.error = rows, error
 
     def call(self, command):
         if command == "fail" and 0 in self.rows:
-            raise ppo.GameError("broken on purpose")
+            raise self.error("broken on purpose")
         if command == "close":
             for program in self.programs:
                 program.terminate()
@@ -500,31 +502,31 @@ class Solvers:
         return [program.pid for program in self.programs]
 
 
-def solve(script, pipe):
+def solve(make_pool, pipe):
     """Have workers start programs, tell their pids, wait to be killed."""
-    pool = script.WorkerPool(Solvers, {}, 4, 2)
-    pipe.send(sum(pool.call("start"), []))
+    pipe.send(sum(make_pool().call("start"), []))
     time.sleep(60)
 
 
 @linux
 @pytest.mark.parametrize("how", ["close", "fail", "kill main"])
-def test_programs_of_games_end(script, how, monkeypatch):
+def test_programs_of_games_end(script, how):
     """What games have started ends by their close, however the run ends."""
-    monkeypatch.setattr(script, "GameError", ppo.GameError)
+    make_games = functools.partial(Solvers, script.GameError)
+    make_pool = functools.partial(script.WorkerPool, make_games, {}, 4, 2)
     if how == "kill main":
         context = multiprocessing.get_context("fork")
         here, there = context.Pipe()
-        main = context.Process(target=solve, args=(script, there))
+        main = context.Process(target=solve, args=(make_pool, there))
         main.start()
         pids = here.recv()
         main.kill()
         main.join()
     else:
-        pool = script.WorkerPool(Solvers, {}, 4, 2)
+        pool = make_pool()
         pids = sum(pool.call("start"), [])
         if how == "fail":
-            with pytest.raises(ppo.GameError, match="broken on purpose"):
+            with pytest.raises(script.GameError, match="broken on purpose"):
                 pool.call("fail")
         started = time.monotonic()
         pool.close()

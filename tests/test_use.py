@@ -228,3 +228,20 @@ def test_readme_simulation_climbs_without_more(tmp_path):
     config = json.loads((run_dir / "config.json").read_text())
     assert config["options"]["schedule"] == "climb" and config["options"]["init_log_std"] == 0
     assert ppo_multilevel.parse_args(["--levels", "1"]).init_log_std == -2.9
+
+
+SB3 = dict(learning_rate=3e-4, num_steps=2048, update_epochs=10, gamma=0.99, gae_lambda=0.95)
+SB3 |= dict(clip_coef=0.2, ent_coef=0.0, vf_coef=2 * 0.5, max_grad_norm=0.5, target_kl=None)
+SB3 |= dict(norm_adv="minibatch", clip_vloss=False, anneal_lr=False, hidden=[64, 64])
+SB3 |= dict(activation="tanh", shared_net=False, init_log_std=0.0)
+
+
+def test_readme_options_are_the_defaults_of_sb3(tmp_path):
+    """Those of `PPO("MlpPolicy", env)` of Stable-Baselines3 2.9.2, whose batch_size is 64."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    options = re.search(r"with N envs: `(.*?)` \(VecNormalize: `(.*?)`", text)
+    words = " ".join(options.groups()).replace("(32 N)", "96").replace(" N ", " 3 ").split()
+    args = ppo.parse_args([*words, "--log-dir", str(tmp_path)])
+    assert {name: getattr(args, name) for name in SB3} == SB3
+    assert args.num_envs * args.num_steps / args.num_minibatches == 64
+    assert args.norm_obs and args.norm_reward
