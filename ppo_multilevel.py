@@ -1496,8 +1496,8 @@ def evaluate_run(args):
     with closing(make_eval_pool(args, model)) as pool:
         returns, cut = evaluate(model, pool, generator)
         inputs = {name: pool.arrays[name][:1] for name in model.inputs if name != "starts"}
-    count = f"{len(returns)} episodes" + f", {cut} cut off at {EVAL_STEPS:,} steps" * (cut > 0)
-    print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {count}")
+    of = f"of {pool.games.games[0].name}" + f", {cut} cut off at {EVAL_STEPS:,} steps" * (cut > 0)
+    print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {len(returns)} episodes {of}")
     if args.export_onnx:
         export_onnx(run_dir / "policy.onnx", model, inputs)
         print(f"policy: {run_dir / 'policy.onnx'}")

@@ -1018,7 +1018,7 @@ def test_eval(run, monkeypatch, tmp_path, capsys):
     seeds = range(10_000, 10_003)
     expected = [mode_return(run.model, seed, sticky_actions=0.5)[0] for seed in seeds]
     assert returns.tolist() == expected and len(set(expected)) > 1
-    text = f"return {np.mean(expected):.4f} ± {np.std(expected):.4f} over 3 episodes\n"
+    text = f"return {np.mean(expected):.4f} ± {np.std(expected):.4f} over 3 episodes of Breakout\n"
     assert capsys.readouterr().out == text
 
 

@@ -129,8 +129,9 @@ def test_sampled_evaluation(script, tmp_path, capsys):
     kinds = [], ["--sample"], ["--sample"]
     mode, *sampled = [script.evaluate_run(script.parse_args([*argv, *kind])) for kind in kinds]
     assert sampled[0].tolist() == sampled[1].tolist() != mode.tolist()
-    out = capsys.readouterr().out
-    assert out.count(f"{sampled[0].mean():.4f} ± {sampled[0].std():.4f} over 3 episodes") == 2
+    env = {ppo: "CartPole-v1", ppo_multilevel: "ResSim-v1 level 1"}[script]
+    found = f"return {sampled[0].mean():.4f} ± {sampled[0].std():.4f} over 3 episodes of {env}\n"
+    assert capsys.readouterr().out.count(found) == 2
 
 
 def test_video_of_a_simulation(tmp_path, capsys):
