@@ -124,8 +124,7 @@ def add_common_options(parser):
     option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
     option("--num-minibatches", count, 4, "B, minibatches per epoch; divides N · T rows; --rnn: N")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
-    sets = ("minibatch", "batch", "off")
-    option("--norm-adv", str, "minibatch", "set in which Â is normalised", choices=sets)
+    option("--norm-adv", str, "minibatch", "normalise Â in", choices=("minibatch", "batch", "off"))
     option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
     option("--clip-vloss", bool, True, "clip the change of the value by ε too")
     option("--ent-coef", coefficient, 0.01, "c_e, weight of the entropy bonus; 0 to 0.01 usual")
@@ -187,13 +186,14 @@ def rollout(model, pool, args, generator):
             buffer[name][t] = arrays[name]
     for name in ("next_obs", "rewards", "obs"):
         for t, n, *_ in np.argwhere(~(np.abs(buffer[name]) < 1e15)):  # so that squares fit float32
-            where = f"game {n}, step {t} of the rollout"
-            raise GameError(f"NaN, infinity or over 1e15 in {name} of {where}")
+            raise GameError(f"NaN or over 1e15 in {name} of game {n}, step {t} of the rollout")
     ended, *ends = gathered({k: torch.from_numpy(buffer.pop(k)) for k in ends}).values()
     episodes = [*zip(*(column[ended].tolist() for column in ends))]
     buffer = {name: torch.from_numpy(a).to(model.device) for name, a in buffer.items()}
     # One pass over all steps: no weight has changed since, so this is log π_old and V_old.
     pi, values = model(**{name: buffer[name] for name in model.inputs})
+    same = model.head.sample(pi, noise).isclose(buffer["actions"], 1e-3, 1e-3)
+    assert same.float().mean() > 0.99, "another policy has acted: see fast_act"
     # V(s_{t+1}), never of the next episode's first state; as sequences of one step, (1, T·N, ...).
     after = {k: buffer[f"next_{k}"].flatten(0, 1)[None] for k in ("obs", "state") if k in buffer}
     values = torch.stack([values, model(**after)[1].view(values.shape)])
@@ -234,8 +234,7 @@ def make_batch(buffer, model, args):
     batch = {name: buffer[name] for name in (*model.inputs, "actions", "logprobs", "values")}
     # PPO, Eq. (11): R_t = Â_t + V(s_t), the value function's target
     batch |= {"advantages": advantages, "returns": advantages + buffer["values"]}
-    sequences = "state" in model.inputs  # a recurrent policy needs them whole
-    return batch if sequences else {name: c.flatten(0, 1) for name, c in batch.items()}
+    return batch if "state" in model.inputs else {k: c.flatten(0, 1) for k, c in batch.items()}
 
 
 def explained_variance(batch):
@@ -268,6 +267,7 @@ def losses(model, batch, clip_coef, clip_vloss):
 # ------------------------------------------------------------------------------------ update
 def update(model, optimizer, batch, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
+    assert all(p.grad._base is model.gradient for p in model.parameters()), "see make_optimizer"
     seen, B = [], args.num_minibatches
     axis = batch["advantages"].dim() - 1  # of the rows; (T, N): a row is a game's whole sequence
     own = (*[slice(None)] * axis, slice(RANK, None, NUM_RANKS))  # rows of this rank
@@ -311,7 +311,7 @@ def update(model, optimizer, batch, args, generator):
                     group["lr"] = min(group["lr"] * 1.5, 1e-2)
         if stop:
             break
-    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
+    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist(), strict=True))
 
 
 def normalised(advantages):
@@ -572,10 +572,10 @@ ACTIVATIONS = {"tanh": Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 def fast_act(model):
     """Return `model.act`; of a plain policy (one choice or a diagonal Gaussian, tanh, CPU) the same
     in NumPy: on a step's few rows torch is mostly overhead (tests/benchmarks/speed_ppo.py)."""
-    layers, norm, head = [*model.actor, *model.head.children()], model.obs_norm, model.head
-    discrete = type(head) is Categorical
+    norm, head, discrete = model.obs_norm, model.head, type(model.head) is Categorical
+    layers = [*model.actor.children(), *head.children()]
     plain = len(head.options) == 1 if discrete else type(head) is Gaussian and head.lower is None
-    plain &= model.inputs == ("obs",) and model.device.type == "cpu"
+    plain &= [*model.inputs, model.device.type, type(model.actor)] == ["obs", "cpu", nn.Sequential]
     if not plain or [type(x) for x in layers[:-1]] != [nn.Linear, Tanh] * (len(layers) // 2):
         return model.act
     *hidden, last = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in layers[::2]]
@@ -609,7 +609,9 @@ def make_optimizer(model, split=False):
     if split:
         V = {*model.value.parameters(), *model.critic.parameters()} - {*model.actor.parameters()}
         groups = [[p for p in parameters if (p in V) == last] for last in (False, True)]
-    return torch.optim.Adam([{"params": group} for group in groups], eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam([{"params": group} for group in groups], eps=1e-5, fused=True)
+    optimizer.zero_grad = model.gradient.zero_  # others' must be zero_grad(set_to_none=False)
+    return optimizer
 
 
 # ------------------------------------------------------------------------------------ games
@@ -893,15 +895,15 @@ def averaged(tensor):
 # ------------------------------------------------------------------------------------ run folder
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
 CHARTS = "episodic_return episodic_length eval_return eval_cut learning_rate".split()
-LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
+LOSSES = "policy_loss value_loss entropy approx_kl clipfrac".split()  # as `update` stacks them
 TAGS = {"sps": "charts/SPS"} | {name: f"charts/{name}" for name in CHARTS}  # of TensorBoard
-TAGS |= {name: f"losses/{name}" for name in LOSSES}
+TAGS |= {n: f"losses/{n}" for n in (*LOSSES, "explained_variance")}
 COLUMNS = [*(COUNTERS | TAGS)]  # of progress.csv
 
 
 class Run(AbstractContextManager):
     """A run of `train`: its games (`pool`), counters, folder, logged rows (`history`), and the
-    `signal` that stopped it, or None. Its end closes all, and saves if a game or stdout failed."""
+    `signal` that stopped it, or None. Its end closes all, and saves, if a game failed too."""
 
     iteration = property(lambda run: run.counters["iteration"])  # how many are complete
 
@@ -929,7 +931,8 @@ class Run(AbstractContextManager):
 
     def __exit__(self, kind, *_):
         with self.stack:
-            kind in (GameError, BrokenPipeError) and self.save(with_games=False)
+            if kind in (GameError, BrokenPipeError) or not (kind or self.saved == self.iteration):
+                self.save(with_games=not kind)  # after a `break` in `train`, too
 
     def stop(self, signum, _):
         """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
@@ -980,7 +983,7 @@ class Run(AbstractContextManager):
             if not self.signal:  # which would have cut it short
                 row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
         self.writer.writerow(row)
-        shown = {tag: row[k] for k, tag in TAGS.items() if math.isfinite(row.get(k, math.nan))}
+        shown = {TAGS.get(k, k): row[k] for k in row if k not in COUNTERS and math.isfinite(row[k])}
         values = [self.Summary.Value(tag=tag, simple_value=x) for tag, x in shown.items()]
         self.events.file_writer.add_summary(self.Summary(value=values), row["global_step"])
         line = f"update {done}/{total}  steps {row['global_step']:,}"
@@ -1209,8 +1212,7 @@ def parse_args(argv=None):
         args.resume or args.eval or discrete or warn_of_scale(args, env.action_space)
     if args.rnn:  # minibatches of whole sequences
         check_rows(parser, args, args.num_envs, "games (--num-envs) of a recurrent policy")
-    rows = args.num_envs * args.num_steps
-    check_rows(parser, args, rows)
+    check_rows(parser, args, rows := args.num_envs * args.num_steps)
     if args.total_timesteps or args.num_iterations is None:
         args.num_iterations = max(1, (args.total_timesteps or 500_000) // rows)
     return args
@@ -1223,13 +1225,12 @@ def parse_with_run(parser, argv):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if args.eval and NUM_RANKS > 1:
         parser.error("argument --eval: takes one process, not torchrun")
-    if args.export_onnx:
-        import onnx  # noqa: F401, torch needs it for that
+    args.export_onnx and __import__("onnx")  # torch needs it for that
     if run_dir := args.resume or args.eval:
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
-            if options.keys() != vars(args).keys() - NOT_KEPT:
-                raise ValueError("it is not a run of this script")
+            if others := options.keys() ^ (vars(args).keys() - NOT_KEPT):
+                raise ValueError(f"it is not a run of this script, see options {sorted(others)}")
             if args.total_timesteps or args.num_iterations:
                 options |= {"total_timesteps": None, "num_iterations": None}
             parser.set_defaults(**options)
@@ -1242,8 +1243,7 @@ def parse_with_run(parser, argv):
         except Exception as error:
             parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
     torch.zeros(1, device=None if args.device == "auto" else args.device).item()  # is it there?
-    if args.device == "cuda" and NUM_RANKS > 1:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    args.device == "cuda" and NUM_RANKS > 1 and torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if RANK == 0 and not run_dir:
         (path := run_path(args)).parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # it is free; other OSErrors: it cannot be a name

@@ -119,8 +119,7 @@ def add_common_options(parser):
     option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
     option("--num-minibatches", count, 4, "B, minibatches per epoch; divides N · T rows; --rnn: N")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
-    sets = ("minibatch", "batch", "off")
-    option("--norm-adv", str, "minibatch", "set in which Â is normalised", choices=sets)
+    option("--norm-adv", str, "minibatch", "normalise Â in", choices=("minibatch", "batch", "off"))
     option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
     option("--clip-vloss", bool, True, "clip the change of the value by ε too")
     option("--ent-coef", coefficient, 0.01, "c_e, weight of the entropy bonus; 0 to 0.01 usual")
@@ -273,6 +272,7 @@ def losses(model, batch, clip_coef, clip_vloss):
 # ------------------------------------------------------------------------------------ update
 def update(model, optimizer, batch, args, clip_coef, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
+    assert all(p.grad._base is model.gradient for p in model.parameters()), "see make_optimizer"
     seen, B, own = [], args.num_minibatches, slice(RANK, None, NUM_RANKS)  # rows of this rank
     loss_terms = torch.compile(losses, mode="reduce-overhead") if args.compile else losses
     clip_coef = torch.tensor(clip_coef, device=model.device)  # compiled, a number would be constant
@@ -306,7 +306,7 @@ def update(model, optimizer, batch, args, clip_coef, generator):
             optimizer.step()
         if stop:
             break
-    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
+    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist(), strict=True))
 
 
 def normalised(advantages):
@@ -453,7 +453,9 @@ def make_optimizer(model):
     parts = vector.detach().split(sizes), vector.grad.split(sizes)
     for parameter, values, gradient in zip(parameters, *parts, strict=True):
         parameter.data, parameter.grad = values.view_as(parameter), gradient.view_as(parameter)
-    return torch.optim.Adam([vector], eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam([vector], eps=1e-5, fused=True)
+    optimizer.zero_grad = model.gradient.zero_  # others' must be zero_grad(set_to_none=False)
+    return optimizer
 
 
 def keep_freed_memory():
@@ -773,15 +775,15 @@ def averaged(tensor):
 # ------------------------------------------------------------------------------------ run folder
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
 CHARTS = "episodic_return episodic_length eval_return eval_cut learning_rate".split()
-LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
+LOSSES = "policy_loss value_loss entropy approx_kl clipfrac".split()  # as `update` stacks them
 TAGS = {"sps": "charts/SPS"} | {name: f"charts/{name}" for name in CHARTS}  # of TensorBoard
-TAGS |= {name: f"losses/{name}" for name in LOSSES}
+TAGS |= {n: f"losses/{n}" for n in (*LOSSES, "explained_variance")}
 COLUMNS = [*(COUNTERS | TAGS)]  # of progress.csv
 
 
 class Run(AbstractContextManager):
     """A run of `train`: its games (`pool`), counters, folder, logged rows (`history`), and the
-    `signal` that stopped it, or None. Its end closes all, and saves if a game or stdout failed."""
+    `signal` that stopped it, or None. Its end closes all, and saves, if a game failed too."""
 
     iteration = property(lambda run: run.counters["iteration"])  # how many are complete
 
@@ -809,7 +811,8 @@ class Run(AbstractContextManager):
 
     def __exit__(self, kind, *_):
         with self.stack:
-            kind in (GameError, BrokenPipeError) and self.save(with_games=False)
+            if kind in (GameError, BrokenPipeError) or not (kind or self.saved == self.iteration):
+                self.save(with_games=not kind)  # after a `break` in `train`, too
 
     def stop(self, signum, _):
         """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
@@ -860,7 +863,7 @@ class Run(AbstractContextManager):
             if not self.signal:  # which would have cut it short
                 row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
         self.writer.writerow(row)
-        shown = {tag: row[k] for k, tag in TAGS.items() if math.isfinite(row.get(k, math.nan))}
+        shown = {TAGS.get(k, k): row[k] for k in row if k not in COUNTERS and math.isfinite(row[k])}
         values = [self.Summary.Value(tag=tag, simple_value=x) for tag, x in shown.items()]
         self.events.file_writer.add_summary(self.Summary(value=values), row["global_step"])
         line = f"update {done}/{total}  steps {row['global_step']:,}"
@@ -1052,7 +1055,6 @@ def export_onnx(path, model, inputs):
 
 
 # ------------------------------------------------------------------------------------ command line
-
 # What may be another for a run that goes on or is evaluated; what config.json does not keep.
 MAY_CHANGE = "device num_workers total_timesteps num_iterations eval_every eval_episodes save_every"
 NOT_KEPT = {"resume", "eval", "sample", "video", "export_onnx", "quiet"}
@@ -1082,8 +1084,7 @@ def parse_args(argv=None):
     parser = make_parser()
     args = parse_with_run(parser, argv)
     make_env(args.env).close()  # does it exist?
-    rows = args.num_envs * args.num_steps
-    check_rows(parser, args, rows)
+    check_rows(parser, args, rows := args.num_envs * args.num_steps)
     if args.total_timesteps or args.num_iterations is None:
         args.num_iterations = max(1, (args.total_timesteps or 10_000_000) // rows)
     if args.compile and not args.eval:
@@ -1098,13 +1099,12 @@ def parse_with_run(parser, argv):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if args.eval and NUM_RANKS > 1:
         parser.error("argument --eval: takes one process, not torchrun")
-    if args.export_onnx:
-        import onnx  # noqa: F401, torch needs it for that
+    args.export_onnx and __import__("onnx")  # torch needs it for that
     if run_dir := args.resume or args.eval:
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
-            if options.keys() != vars(args).keys() - NOT_KEPT:
-                raise ValueError("it is not a run of this script")
+            if others := options.keys() ^ (vars(args).keys() - NOT_KEPT):
+                raise ValueError(f"it is not a run of this script, see options {sorted(others)}")
             if args.total_timesteps or args.num_iterations:
                 options |= {"total_timesteps": None, "num_iterations": None}
             parser.set_defaults(**options)
@@ -1117,8 +1117,7 @@ def parse_with_run(parser, argv):
         except Exception as error:
             parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
     torch.zeros(1, device=None if args.device == "auto" else args.device).item()  # is it there?
-    if args.device == "cuda" and NUM_RANKS > 1:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    args.device == "cuda" and NUM_RANKS > 1 and torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if RANK == 0 and not run_dir:
         (path := run_path(args)).parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # it is free; other OSErrors: it cannot be a name

@@ -20,8 +20,7 @@ Dixit's "Implementation of multilevel PPO in Stable Baselines 3"; "PPO", Â_t, R
 
 The loss is a signed, weighted sum: a row of a level's own simulation weighs +1/M^l, one of its
 coarse partner (ℓ̃; here `sync`) −1/M^l, times control weights β, see `Together`; a minibatch is one
-forward pass over all rows. With one level the script is `ppo.py`, bit for bit. --correction
-bounded, the default, clips partners' policy terms with their sign and has no value terms of theirs.
+forward pass over all rows, see `update`. With one level the script is `ppo.py`, bit for bit.
 
 Departures from print: Algorithm 3 prints L_a without its minus sign and the entropy term as −C_e
 L_now; Algorithm 4's text prints N T^l ≤ M^l for ≥; Algorithm 5 prints map_from after the fine step
@@ -101,7 +100,7 @@ def make_parser():
     text += "together also 'T auto': T on the coarsest level, the rest by costs and variances"
     option("--num-steps", or_auto(number(int, 1, 100_000)), [50], text, nargs="+")
     option("--control", or_auto(fraction), "auto", "β of coarse rows; 1: the paper; auto: measured")
-    option("--total-cost", positive, None, "finest-level steps; None: by --env, or 200 iterations")
+    option("--total-cost", positive, None, "finest-level steps; None: by --env, or 100 · N · T")
     text = "seconds of a step on each level, all workers together, and of an update; None: measured"
     option("--level-costs", positive, None, text, nargs="+")
     option("--check-episodes", number(int, 2, 100_000), 16, "of each check of a climb")
@@ -112,10 +111,9 @@ def make_parser():
     option("--coupling", str, "noise", text, choices=("step", "noise"))
     text = "literal: Algorithm 4, unbounded; bounded: clip by signed Â, values fit own rows only"
     option("--correction", str, "bounded", text, choices=("literal", "bounded"))
-    parser.set_defaults(num_workers=num_cores(), eval_every=10, num_envs=50, num_minibatches=10)
-    parser.set_defaults(hidden=[150, 100, 80], shared_net=True, anneal_lr=False)
-    parser.set_defaults(learning_rate=1e-4, update_epochs=5, clip_coef=0.1, clip_vloss=False)
-    parser.set_defaults(ent_coef=0.001, vf_coef=1.0)
+    parser.set_defaults(num_workers=num_cores(), eval_every=10, num_envs=50, hidden=[150, 100, 80])
+    parser.set_defaults(shared_net=True, anneal_lr=False, clip_coef=0.1, ent_coef=1e-3, vf_coef=1.0)
+    parser.set_defaults(num_minibatches=10, learning_rate=1e-4, update_epochs=5, clip_vloss=False)
     return parser
 
 
@@ -150,8 +148,7 @@ def add_common_options(parser):
     option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
     option("--num-minibatches", count, 4, "B, minibatches per epoch; divides N · T rows; --rnn: N")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
-    sets = ("minibatch", "batch", "off")
-    option("--norm-adv", str, "minibatch", "set in which Â is normalised", choices=sets)
+    option("--norm-adv", str, "minibatch", "normalise Â in", choices=("minibatch", "batch", "off"))
     option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
     option("--clip-vloss", bool, True, "clip the change of the value by ε too")
     option("--ent-coef", coefficient, 0.01, "c_e, weight of the entropy bonus; 0 to 0.01 usual")
@@ -229,6 +226,8 @@ def rollout(model, pool, level, T, args, generator):
         episodes.append([*zip(*(column.tolist() for column in ends), strict=True)])
     buffer = {name: np.stack([row[name] for row in rows], axis=1) for name in rows[0]}
     buffers = [gathered(finish(model, *b)) for b in zip(members(buffer), args.levels[level::-1])]
+    again, _ = model.policy(torch.from_numpy(buffer["obs"][0]).to(model.device), noise)
+    assert np.isclose(again.cpu(), buffer["actions"][0], 1e-3, 1e-3).mean() > 0.99, "see fast_act"
     steps = zip(*gathered_objects(episodes), strict=True)  # of all ranks
     return buffers, [episode for ranks in steps for ended in ranks for episode in ended]
 
@@ -238,8 +237,7 @@ def finish(model, buffer, level):
     from passes over all steps here, so that the rollout runs the policy only."""
     for name in ("next_obs", "rewards", "obs"):
         for t, n, *_ in np.argwhere(~(np.abs(buffer[name]) < 1e15)):  # so that squares fit float32
-            where = f"level {level}, actor {n}, step {t} of the rollout"
-            raise GameError(f"NaN, infinity or over 1e15 in {name} of {where}")
+            raise GameError(f"NaN or over 1e15 in {name} of level {level}, actor {n}, step {t}")
     buffer = {name: torch.from_numpy(a).to(model.device) for name, a in buffer.items()}
     pi, values = model(**{name: buffer[name] for name in model.inputs})
     values = torch.stack([values, model(buffer["next_obs"])[1]])  # V(s_t), V(s_{t+1})
@@ -341,6 +339,7 @@ def minibatches(num_steps, num_envs, num_minibatches, generator):
 
 def update(model, optimizer, batch, plan, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
+    assert all(p.grad._base is model.gradient for p in model.parameters()), "see make_optimizer"
     seen, num_steps = [], plan.num_steps
     sizes = num_steps, args.num_envs, args.num_minibatches
     own = slice(RANK, None, NUM_RANKS)  # a minibatch's rows of this rank
@@ -379,7 +378,7 @@ def update(model, optimizer, batch, plan, args, generator):
             raise FloatingPointError("no finite gradient: lower --learning-rate? --norm-value?")
         model.gradient.mul_(min(1, args.max_grad_norm / (norm + 1e-6)))  # cut to this length
         optimizer.step()
-    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist()))
+    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist(), strict=True))
 
 
 def normalised(advantages, coarsest):
@@ -762,10 +761,10 @@ ACTIVATIONS = {"tanh": Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 def fast_act(model):
     """Return `model.act`; of a plain policy (one choice or a diagonal Gaussian, tanh, CPU) the same
     in NumPy: on a step's few rows torch is mostly overhead (tests/benchmarks/speed_ppo.py)."""
-    layers, norm, head = [*model.actor, *model.head.children()], model.obs_norm, model.head
-    discrete = type(head) is Categorical
+    norm, head, discrete = model.obs_norm, model.head, type(model.head) is Categorical
+    layers = [*model.actor.children(), *head.children()]
     plain = len(head.options) == 1 if discrete else type(head) is Gaussian and head.lower is None
-    plain &= model.inputs == ("obs",) and model.device.type == "cpu"
+    plain &= [*model.inputs, model.device.type, type(model.actor)] == ["obs", "cpu", nn.Sequential]
     if not plain or [type(x) for x in layers[:-1]] != [nn.Linear, Tanh] * (len(layers) // 2):
         return model.act
     *hidden, last = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in layers[::2]]
@@ -794,7 +793,9 @@ def make_optimizer(model):
     parts = vector.detach().split(sizes), vector.grad.split(sizes)
     for parameter, values, gradient in zip(parameters, *parts, strict=True):
         parameter.data, parameter.grad = values.view_as(parameter), gradient.view_as(parameter)
-    return torch.optim.Adam([vector], eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam([vector], eps=1e-5, fused=True)
+    optimizer.zero_grad = model.gradient.zero_  # others' must be zero_grad(set_to_none=False)
+    return optimizer
 
 
 def keep_freed_memory():
@@ -864,7 +865,8 @@ class Game:
 
     def __init__(self, args, level, n, seed, arrays, **options):
         self.name, self.n, self.seed, self.arrays = f"{args.env} level {level}", n, seed, arrays
-        self.env, self.compared = make_env(args.env, level, **options), set()
+        self.env, paired = make_env(args.env, level, **options), args.schedule == "together"
+        self.compared = set() if paired and args.levels[1:] else {"obs", "next_obs"}  # with psi()
         self.pictured, self.picture = n == 0 and self.env.render_mode == "rgb_array", None
 
     def reset(self, seed=None):
@@ -1042,10 +1044,11 @@ def measured_costs(args, model):
     args = argparse.Namespace(**vars(args) | {"levels": levels, "schedule": "climb"})  # no partners
     model, generator, args.target_kl = copy.deepcopy(model), torch.Generator(), None
     with closing(make_pool(args, model, game_seeds(args, 0), args.num_workers)) as pool:
-        pool.call("start")
-        obs, _ = pool.arrays["obs"].copy(), pool.call("start")  # once more
-        same = np.allclose(obs, pool.arrays["obs"], 1e-4, 1e-6, equal_nan=True)
-        same or args.analyse is not None or report("starts of one seed differ: README, Randomness")
+        shown = []
+        for _ in range(2):  # the coarsest level's first step may show what starts do not
+            pool.call("start"), pool.call("step")
+            shown.append(np.dstack([pool.arrays["obs"], pool.arrays["rewards"]]))
+        np.allclose(*shown, 1e-4, 1e-6, True) or report("a seed's games differ: README, Randomness")
         for level in reversed(range(len(levels))):  # last an iteration on the coarsest
             # Few steps: an episode's start costs more, like a reservoir's, whose field is new.
             plan = Plan([level], [2 if level else args.num_steps[0]], [])
@@ -1054,8 +1057,7 @@ def measured_costs(args, model):
                 gc.collect()  # now, not while time is taken: that may be as long as an update
                 seconds[:], started = 0, time.perf_counter()
                 (batch,), _ = rollouts(model, pool, plan, args, generator)
-                if level == 0:
-                    update(model, make_optimizer(model), batch, plan, args, generator)
+                level == 0 and update(model, make_optimizer(model), batch, plan, args, generator)
             simulated = float(seconds.sum()) / max(1, len(pool.workers))
             costs.insert(0, simulated / len(batch["obs"]))
         return [*costs, max(0.0, time.perf_counter() - started - simulated)]
@@ -1212,15 +1214,15 @@ COUNTERS |= {"sim_seconds": 0.0, "sim_cost": 0.0}
 LENGTHS = dict(num_iterations="iteration", total_timesteps="global_step", total_cost="sim_cost")
 CHARTS = "episodic_return episodic_length eval_return eval_cut learning_rate".split()
 CHARTS += ["check_return", "level"]
-LOSSES = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()  # in order
+LOSSES = "policy_loss value_loss entropy approx_kl clipfrac".split()  # as `update` stacks them
 TAGS = {"sps": "charts/SPS"} | {name: f"charts/{name}" for name in CHARTS}  # of TensorBoard
-TAGS |= {name: f"losses/{name}" for name in LOSSES} | {"sim_cost": "costs/sim_cost"}
+TAGS |= {n: f"losses/{n}" for n in (*LOSSES, "explained_variance")} | {"sim_cost": "costs/sim_cost"}
 COLUMNS = [*(COUNTERS | TAGS)]  # of progress.csv
 
 
 class Run(AbstractContextManager):
     """A run of `train`: its games (`pool`), counters, folder, logged rows (`history`), and the
-    `signal` that stopped it, or None. Its end closes all, and saves if a game or stdout failed."""
+    `signal` that stopped it, or None. Its end closes all, and saves, if a game failed too."""
 
     iteration = property(lambda run: run.counters["iteration"])  # how many are complete
 
@@ -1257,7 +1259,8 @@ class Run(AbstractContextManager):
 
     def __exit__(self, kind, *_):
         with self.stack:
-            kind in (GameError, BrokenPipeError) and self.save(with_games=False)
+            if kind in (GameError, BrokenPipeError) or not (kind or self.saved == self.iteration):
+                self.save(with_games=not kind)  # after a `break` in `train`, too
 
     def stop(self, signum, _):
         """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
@@ -1323,9 +1326,8 @@ class Run(AbstractContextManager):
         self.counters["wall_seconds"] += seconds
         if self.history and self.history[-1].get("level") != row.get("level"):
             self.recent = []  # episodes of the level that a climb was on
-        for level, ended in episodes.items():
-            if ended:
-                row[f"levels/return_{self.args.levels[level]}"] = np.mean(ended, axis=0)[0]
+        ended = {self.args.levels[i]: np.mean(e, 0)[0] for i, e in episodes.items() if e}
+        row |= {f"levels/return_{level}": mean for level, mean in ended.items()}
         self.recent = (self.recent + episodes[max(episodes)])[-100:]  # the finest level's
         means = np.mean(self.recent or [(math.nan, math.nan)], axis=0).tolist()
         row |= self.counters | dict(zip(("episodic_return", "episodic_length"), means))
@@ -1351,7 +1353,7 @@ class Run(AbstractContextManager):
             if (picture := self.eval_pool.games.games[0].picture) is not None:
                 self.events.add_image("eval/end", picture, row["global_step"], dataformats="HWC")
         self.writer.writerow(row)
-        for name, tag in (TAGS | {name: name for name in row if "/" in name}).items():
+        for name, tag in (TAGS | {name: name for name in row if name not in COLUMNS}).items():
             if name in row and math.isfinite(row[name]):
                 self.events.add_scalar(tag, row[name], row["global_step"])
         share, of = self.share_done(), f"/{args.num_iterations}" if args.num_iterations else ""
@@ -2164,13 +2166,12 @@ def parse_with_run(parser, argv):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
     if (args.analyse is not None) + bool(args.eval) + (bool(args.resume) or NUM_RANKS > 1) > 1:
         parser.error("argument --eval, --analyse: one of them, not with --resume, torchrun")
-    if args.export_onnx:
-        import onnx  # noqa: F401, torch needs it for that
+    args.export_onnx and __import__("onnx")  # torch needs it for that
     if run_dir := args.resume or args.eval or args.analyse:
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
-            if options.keys() != vars(args).keys() - NOT_KEPT:
-                raise ValueError("it is not a run of this script")
+            if others := options.keys() ^ (vars(args).keys() - NOT_KEPT):
+                raise ValueError(f"it is not a run of this script, see options {sorted(others)}")
             if any(getattr(args, name) for name in LENGTHS):
                 options |= dict.fromkeys(LENGTHS)
             parser.set_defaults(**options)
@@ -2184,8 +2185,7 @@ def parse_with_run(parser, argv):
         except Exception as error:
             parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
     torch.zeros(1, device=None if args.device == "auto" else args.device).item()  # is it there?
-    if args.device == "cuda" and NUM_RANKS > 1:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    args.device == "cuda" and NUM_RANKS > 1 and torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if RANK == 0 and not run_dir:
         (path := run_path(args)).parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # it is free; other OSErrors: it cannot be a name

@@ -252,8 +252,9 @@ def test_simulation_that_fails(monkeypatch, tmp_path, capsys, where, measured):
     words = ["ppo", "--analyse", "--env", f"envs:make_{where}", "--levels", "1", "2", *small]
     monkeypatch.setattr(sys, "argv", [*words, "--log-dir", str(tmp_path)])
     assert ml.main() == 1
-    first = capsys.readouterr().err.splitlines()[0]
+    *lines, first = capsys.readouterr().err.partition("\nTraceback")[0].splitlines()
     assert "level 2" in first and ("rewards" if where == "nan_reward" else "broken") in first
+    assert lines == ["a seed's games differ: README, Randomness"] * measured  # they count episodes
 
 
 @pytest.mark.parametrize(

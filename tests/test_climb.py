@@ -317,7 +317,14 @@ def test_unchanged_result_is_not_evaluated_again(tmp_path, monkeypatch):
     "levels, old, new, more, words",
     [
         ("1 2", "", "", VALUE, ""),
-        ("1 2", "reset(seed=seed)", "reset()", VALUE, "starts of one seed differ: "),
+        ("1 2", "reset(seed=seed)", "reset()", VALUE, "a seed's games differ: "),
+        (
+            "1 2",
+            "0.2 * curvature",
+            "np.random.random() * curvature",
+            VALUE,
+            "a seed's games differ: ",
+        ),
         ("1", *LARGE, VALUE, "large observations: --norm-obs?"),
         ("1 2", *LARGE, VALUE, "large observations: --norm-obs?"),
         ("1 2", *LARGE, f"--norm-obs {VALUE}", ""),
@@ -708,8 +715,6 @@ def test_mean_over_iterations():
 class Stream(envs.Levels):
     """A flow with a stream function, `psi`."""
 
-    psi = np.zeros(3)
-
     def reset(self, *, seed=None, options=None):
         gym.Env.reset(self, seed=seed)
         self.t = 0
@@ -720,8 +725,10 @@ class Stream(envs.Levels):
         return np.zeros(2, np.float32), 0.0, False, self.t == 10, {}
 
 
-def test_psi_may_be_something_else(tmp_path, monkeypatch):
+@pytest.mark.parametrize("psi", [np.zeros(3), lambda self: np.ones(3)])
+def test_psi_may_be_something_else(tmp_path, monkeypatch, psi):
     """A climb does not need psi(), so its name is free."""
+    monkeypatch.setattr(Stream, "psi", psi)
     monkeypatch.setattr(envs, "make_stream", Stream, raising=False)
     words = [*SMALL, "--env", "envs:make_stream", "--num-iterations", "1"]
     assert ml.train(ml.parse_args([*words, "--log-dir", str(tmp_path)])).iteration == 1

@@ -451,7 +451,7 @@ def adapted_rates(monkeypatch, rates, *kls):
     monkeypatch.setattr(ppo, "losses", lambda *_: next(losses))
     words = f"--adaptive-lr 0.01 --update-epochs {len(kls)} --num-minibatches {len(kls[0])}"
     args = ppo.make_parser().parse_args(words.split())
-    model = SimpleNamespace(device="cpu", gradient=torch.zeros(2))
+    model = SimpleNamespace(device="cpu", gradient=torch.zeros(2), parameters=list)
     other = nn.Parameter(torch.zeros(1))
     weight.grad, other.grad = model.gradient.split(1)
     groups = [{"params": [weight], "lr": rates[0]}, {"params": [other]}]
@@ -593,7 +593,7 @@ def test_approx_kl_is_the_exact_kl_on_average(monkeypatch):
     monkeypatch.setattr(ppo, "losses", lambda *_: terms)
     words = "--kl-coef 1 --update-epochs 1 --num-minibatches 1 --norm-adv off --max-grad-norm 1e9"
     args = ppo.make_parser().parse_args(words.split())
-    model = SimpleNamespace(device="cpu", gradient=torch.zeros(3))
+    model = SimpleNamespace(device="cpu", gradient=torch.zeros(3), parameters=list)
     logits.grad = model.gradient
     optimizer, batch = torch.optim.SGD([logits], 0.1), {"advantages": torch.zeros(4)}
     kl = ppo.update(model, optimizer, batch, args, torch.Generator())["approx_kl"]
