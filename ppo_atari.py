@@ -454,7 +454,7 @@ def make_optimizer(model):
     for parameter, values, gradient in zip(parameters, *parts, strict=True):
         parameter.data, parameter.grad = values.view_as(parameter), gradient.view_as(parameter)
     optimizer = torch.optim.Adam([vector], eps=1e-5, fused=True)
-    optimizer.zero_grad = model.gradient.zero_  # others' must be zero_grad(set_to_none=False)
+    optimizer.zero_grad = lambda set_to_none=False: model.gradient.zero_()  # others' need False
     return optimizer
 
 
@@ -783,7 +783,7 @@ COLUMNS = [*(COUNTERS | TAGS)]  # of progress.csv
 
 class Run(AbstractContextManager):
     """A run of `train`: its games (`pool`), counters, folder, logged rows (`history`), and the
-    `signal` that stopped it, or None. Its end closes all, and saves, if a game failed too."""
+    `signal` that stopped it, or None. Its end closes all and saves, after a game's failure too."""
 
     iteration = property(lambda run: run.counters["iteration"])  # how many are complete
 
@@ -812,7 +812,7 @@ class Run(AbstractContextManager):
     def __exit__(self, kind, *_):
         with self.stack:
             if kind in (GameError, BrokenPipeError) or not (kind or self.saved == self.iteration):
-                self.save(with_games=not kind)  # after a `break` in `train`, too
+                self.save(with_games=not kind)  # after a `break` at an iteration's end, too
 
     def stop(self, signum, _):
         """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
@@ -1104,7 +1104,7 @@ def parse_with_run(parser, argv):
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
             if others := options.keys() ^ (vars(args).keys() - NOT_KEPT):
-                raise ValueError(f"it is not a run of this script, see options {sorted(others)}")
+                raise ValueError(f"not a run of this script, see options {sorted(others)[:3]}")
             if args.total_timesteps or args.num_iterations:
                 options |= {"total_timesteps": None, "num_iterations": None}
             parser.set_defaults(**options)

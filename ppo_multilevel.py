@@ -100,7 +100,7 @@ def make_parser():
     text += "together also 'T auto': T on the coarsest level, the rest by costs and variances"
     option("--num-steps", or_auto(number(int, 1, 100_000)), [50], text, nargs="+")
     option("--control", or_auto(fraction), "auto", "β of coarse rows; 1: the paper; auto: measured")
-    option("--total-cost", positive, None, "finest-level steps; None: by --env, or 100 · N · T")
+    option("--total-cost", positive, None, "finest-level steps; None: by --env, in a climb 100 N T")
     text = "seconds of a step on each level, all workers together, and of an update; None: measured"
     option("--level-costs", positive, None, text, nargs="+")
     option("--check-episodes", number(int, 2, 100_000), 16, "of each check of a climb")
@@ -226,8 +226,9 @@ def rollout(model, pool, level, T, args, generator):
         episodes.append([*zip(*(column.tolist() for column in ends), strict=True)])
     buffer = {name: np.stack([row[name] for row in rows], axis=1) for name in rows[0]}
     buffers = [gathered(finish(model, *b)) for b in zip(members(buffer), args.levels[level::-1])]
-    again, _ = model.policy(torch.from_numpy(buffer["obs"][0]).to(model.device), noise)
-    assert np.isclose(again.cpu(), buffer["actions"][0], 1e-3, 1e-3).mean() > 0.99, "see fast_act"
+    again = model.head.sample(model(torch.from_numpy(buffer["obs"][0]).to(model.device))[0], noise)
+    wrong = ~np.isclose(again.cpu(), buffer["actions"][0], 1e-3, 1e-3)  # a tie may be
+    assert wrong.sum() < 3 + wrong.size / 99, "actions are not head.sample(pi, noise): fast_act?"
     steps = zip(*gathered_objects(episodes), strict=True)  # of all ranks
     return buffers, [episode for ranks in steps for ended in ranks for episode in ended]
 
@@ -794,7 +795,7 @@ def make_optimizer(model):
     for parameter, values, gradient in zip(parameters, *parts, strict=True):
         parameter.data, parameter.grad = values.view_as(parameter), gradient.view_as(parameter)
     optimizer = torch.optim.Adam([vector], eps=1e-5, fused=True)
-    optimizer.zero_grad = model.gradient.zero_  # others' must be zero_grad(set_to_none=False)
+    optimizer.zero_grad = lambda set_to_none=False: model.gradient.zero_()  # others' need False
     return optimizer
 
 
@@ -1222,7 +1223,7 @@ COLUMNS = [*(COUNTERS | TAGS)]  # of progress.csv
 
 class Run(AbstractContextManager):
     """A run of `train`: its games (`pool`), counters, folder, logged rows (`history`), and the
-    `signal` that stopped it, or None. Its end closes all, and saves, if a game failed too."""
+    `signal` that stopped it, or None. Its end closes all and saves, after a game's failure too."""
 
     iteration = property(lambda run: run.counters["iteration"])  # how many are complete
 
@@ -1260,7 +1261,7 @@ class Run(AbstractContextManager):
     def __exit__(self, kind, *_):
         with self.stack:
             if kind in (GameError, BrokenPipeError) or not (kind or self.saved == self.iteration):
-                self.save(with_games=not kind)  # after a `break` in `train`, too
+                self.save(with_games=not kind)  # after a `break` at an iteration's end, too
 
     def stop(self, signum, _):
         """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
@@ -1304,9 +1305,8 @@ class Run(AbstractContextManager):
         pool.arrays["seconds"][:] = pool.arrays["steps"][:] = 0
         costs = np.array(self.args.level_costs[:-1]) / self.args.level_costs[-2]
         costs = np.repeat(costs, 2)[: len(steps)] if pool is self.pool else costs[-1]  # of members
-        spent = gathered_objects([seconds.sum(), (steps * costs).sum()])
-        simulated, cost = np.sum(spent, axis=0).tolist()
-        for name, count in (counts | {"sim_seconds": simulated, "sim_cost": cost}).items():
+        busy, cost = np.sum(gathered_objects([seconds.sum(), (steps * costs).sum()]), 0).tolist()
+        for name, count in (counts | {"sim_seconds": busy, "sim_cost": cost}).items():
             self.counters[name] += count
         return cost
 
@@ -2171,7 +2171,7 @@ def parse_with_run(parser, argv):
         try:
             options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
             if others := options.keys() ^ (vars(args).keys() - NOT_KEPT):
-                raise ValueError(f"it is not a run of this script, see options {sorted(others)}")
+                raise ValueError(f"not a run of this script, see options {sorted(others)[:3]}")
             if any(getattr(args, name) for name in LENGTHS):
                 options |= dict.fromkeys(LENGTHS)
             parser.set_defaults(**options)
