@@ -44,11 +44,11 @@ RUNS = {  # options, and the step after which the run is stopped
     "Pong-16-games": (
         "--env Pong --num-envs 16 --num-minibatches 8 --update-epochs 3 --clip-coef 0.2 "
         "--no-anneal-clip --total-timesteps 10000000",
-        3_000_000,
+        1_700_000,
     ),
     "Pong-no-noops": ("--env Pong --noop-max 0 --total-timesteps 10000000", 3_000_000),
-    "Pong-lr-5e-4": ("--env Pong --learning-rate 5e-4 --total-timesteps 10000000", 3_000_000),
-    "Pong-fp32": ("--env Pong --total-timesteps 10000000 --precision fp32", 3_000_000),
+    "Pong-lr-5e-4": ("--env Pong --learning-rate 5e-4 --total-timesteps 10000000", 1_700_000),
+    "Pong-fp32": ("--env Pong --total-timesteps 10000000 --precision fp32", 1_700_000),
     "Breakout": ("--env Breakout --total-timesteps 10000000", 10_000_000),
     "Breakout-64-games": (
         "--env Breakout --num-envs 64 --num-steps 32 --num-minibatches 8 --compile "
