@@ -40,7 +40,7 @@ def test_own_number(script, tmp_path, monkeypatch):
     assert [event.value for event in events.Scalars("novelty")] == [1.5, 1.5]
     expected = pytest.approx([row["explained_variance"] for row in run.history])
     assert [e.value for e in events.Scalars("losses/explained_variance")] == expected
-    assert {"novelty", *script.COUNTERS}.isdisjoint(set(events.Tags()["scalars"]) - {"novelty"})
+    assert set(script.COUNTERS).isdisjoint(events.Tags()["scalars"])
     with (run.run_dir / "progress.csv").open() as file:
         assert csv.DictReader(file).fieldnames == script.COLUMNS
 
@@ -58,9 +58,8 @@ def test_early_stop(script, tmp_path):
     """A `break` at an iteration's end in `train` leaves a checkpoint, which can be resumed."""
     whole = script.train(options(script, tmp_path / "whole", iterations=4))
     line = r"(\n +)(run\.end_iteration\(.*\))"
-    code, count = re.subn(
-        line, r"\1\2\1if run.iteration == 2: break", inspect.getsource(script.train)
-    )
+    source, stop = inspect.getsource(script.train), r"\1\2\1if run.iteration == 2: break"
+    code, count = re.subn(line, stop, source)
     exec(code, changed := dict(vars(script)))
     run = changed["train"](options(script, tmp_path, iterations=4))
     assert count == 1
@@ -140,7 +139,7 @@ def test_rounding_decides_an_action(script, tmp_path, monkeypatch):
         def other(arrays, noise):
             act(arrays, noise)
             calls.append(1)
-            if len(calls) % 8 == 1:  # one entry in an iteration
+            if len(calls) % 8 in (1, 2):  # two entries in an iteration
                 action = arrays["actions"].reshape(-1)
                 action[0] = 1 - action[0]
 
