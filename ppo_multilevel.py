@@ -225,28 +225,28 @@ def rollout(model, pool, level, T, args, generator):
         ends = (pair[0][name][pair[0]["ended"]] for name in ("episode_return", "episode_length"))
         episodes.append([*zip(*(column.tolist() for column in ends), strict=True)])
     buffer = {name: np.stack([row[name] for row in rows], axis=1) for name in rows[0]}
-    buffers = [gathered(finish(model, *b)) for b in zip(members(buffer), args.levels[level::-1])]
-    again = model.head.sample(model(torch.from_numpy(buffer["obs"][0]).to(model.device))[0], noise)
-    wrong = ~np.isclose(again.cpu(), buffer["actions"][0], 1e-3, 1e-3)  # a tie may be
-    assert wrong.sum() < 3 + wrong.size / 99, "actions are not head.sample(pi, noise): fast_act?"
+    parts = zip(members(buffer), args.levels[level::-1], [noise, None if by_step else noise])
+    buffers = [gathered(finish(model, *part)) for part in parts]
     steps = zip(*gathered_objects(episodes), strict=True)  # of all ranks
     return buffers, [episode for ranks in steps for ended in ranks for episode in ended]
 
 
-def finish(model, buffer, level):
-    """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs. They come
-    from passes over all steps here, so that the rollout runs the policy only."""
+def finish(model, buffer, level, noise=None):
+    """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs, by passes
+    over all steps here, so that the rollout runs the policy only, with this `noise` if given."""
     for name in ("next_obs", "rewards", "obs"):
         for t, n, *_ in np.argwhere(~(np.abs(buffer[name]) < 1e15)):  # so that squares fit float32
             raise GameError(f"NaN or over 1e15 in {name} of level {level}, actor {n}, step {t}")
     buffer = {name: torch.from_numpy(a).to(model.device) for name, a in buffer.items()}
     pi, values = model(**{name: buffer[name] for name in model.inputs})
+    if noise is not None:  # rounding may decide a tie
+        wrong = ~np.isclose(model.head.sample(pi, noise).cpu(), buffer["actions"].cpu(), 1e-3, 1e-3)
+        assert wrong.sum() < 3 + wrong.size / 99, "actions: not head.sample(pi, noise), fast_act?"
     values = torch.stack([values, model(buffer["next_obs"])[1]])  # V(s_t), V(s_{t+1})
     if model.value_norm is not None:
         values = model.value_norm.mean + model.value_norm.std * values
     buffer["values"], buffer["next_values"] = values
-    buffer["logprobs"] = model.head.log_prob(pi, buffer["actions"])
-    return buffer
+    return buffer | {"logprobs": model.head.log_prob(pi, buffer["actions"])}
 
 
 # ------------------------------------------------------------------------------------ GAE
