@@ -192,9 +192,7 @@ def rollout(model, pool, args, generator):
     buffer = {name: torch.from_numpy(a).to(model.device) for name, a in buffer.items()}
     # One pass over all steps: no weight has changed since, so this is log π_old and V_old.
     pi, values = model(**{name: buffer[name] for name in model.inputs})
-    wrong = ~model.head.sample(pi, noise).isclose(
-        buffer["actions"], 1e-3, 1e-3
-    )  # rounding may decide a tie
+    wrong = ~model.head.sample(pi, noise).isclose(buffer["actions"], 1e-3, 1e-3)  # but for ties
     assert wrong.sum() < 3 + wrong.numel() / 99, "actions: not head.sample(pi, noise), fast_act?"
     # V(s_{t+1}), never of the next episode's first state; as sequences of one step, (1, T·N, ...).
     after = {k: buffer[f"next_{k}"].flatten(0, 1)[None] for k in ("obs", "state") if k in buffer}

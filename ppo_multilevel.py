@@ -239,7 +239,7 @@ def finish(model, buffer, level, noise=None):
             raise GameError(f"NaN or over 1e15 in {name} of level {level}, actor {n}, step {t}")
     buffer = {name: torch.from_numpy(a).to(model.device) for name, a in buffer.items()}
     pi, values = model(**{name: buffer[name] for name in model.inputs})
-    if noise is not None:  # rounding may decide a tie
+    if noise is not None:  # which it acts by, but for ties
         wrong = ~np.isclose(model.head.sample(pi, noise).cpu(), buffer["actions"].cpu(), 1e-3, 1e-3)
         assert wrong.sum() < 3 + wrong.size / 99, "actions: not head.sample(pi, noise), fast_act?"
     values = torch.stack([values, model(buffer["next_obs"])[1]])  # V(s_t), V(s_{t+1})
