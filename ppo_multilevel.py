@@ -173,7 +173,10 @@ def train(args, rule=None):
             optimizer.param_groups[0]["lr"] = rate
             plan = rule.plan()  # the levels of this iteration: one of a climb, all if together
             # Sample: T^l steps on each of them; if together, above the coarsest in pairs.
-            batches, episodes = rollouts(model, run.pool, plan, args, generator)
+            batches, episodes = [], {}  # of all members: own¹, sync², own², sync³, own³, ...
+            for level, T in zip(plan.levels, plan.num_steps):
+                buffers, episodes[level] = rollout(model, run.pool, level, T, args, generator)
+                batches += [make_batch(buffer, model.inputs, args) for buffer in buffers]
             batch = {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
             row = {"explained_variance": explained_variance(batches[0]), "learning_rate": rate}
             if args.norm_value:
@@ -186,26 +189,15 @@ def train(args, rule=None):
                 model.obs_norm.update(torch.cat([b["obs"] for b in batches[::2]]))  # own rows
             run.charge(run.pool, iteration=1, global_step=len(batch["obs"]))
             row |= rule.review(run, batches)  # a climb may check the policy, and change its level
-            run.end_iteration(row, dict(zip(plan.levels, episodes)), len(batch["obs"]))
+            run.end_iteration(row, episodes, len(batch["obs"]))
     return run
 
 
 # ------------------------------------------------------------------------------------ rollout
-def rollouts(model, pool, plan, args, generator):
-    """Roll out the levels of a plan. Returns the batches of all members: own¹, sync², own², sync³,
-    own³, ...; and each level's list of the (return, length) of its own episodes that ended."""
-    batches, episodes = [], []
-    for level, T in zip(plan.levels, plan.num_steps):
-        buffers, ended = rollout(model, pool, level, T, args, generator)
-        batches += [make_batch(b, model.inputs, args) for b in buffers[::-1]]  # sync before own
-        episodes.append(ended)
-    return batches, episodes
-
-
 @torch.no_grad()
 def rollout(model, pool, level, T, args, generator):
     """Take T steps with all N actors on a level (ML, Algorithm 5). Returns the buffers [own], or
-    [own, sync] with partners, tensors (T, N, ...): obs, actions, logprobs, values, next_values,
+    [sync, own] with partners, tensors (T, N, ...): obs, actions, logprobs, values, next_values,
     rewards, terminated, truncated; and the (return, length) of its own episodes that ended."""
     paired, act = level > 0 and args.schedule == "together", fast_act(model)
     by_step = paired and args.coupling == "step"
@@ -228,7 +220,7 @@ def rollout(model, pool, level, T, args, generator):
     parts = zip(members(buffer), args.levels[level::-1], [noise, None if by_step else noise])
     buffers = [gathered(finish(model, *part)) for part in parts]
     steps = zip(*gathered_objects(episodes), strict=True)  # of all ranks
-    return buffers, [episode for ranks in steps for ended in ranks for episode in ended]
+    return buffers[::-1], [episode for ranks in steps for ended in ranks for episode in ended]
 
 
 def finish(model, buffer, level, noise=None):
@@ -1052,12 +1044,13 @@ def measured_costs(args, model):
         np.allclose(*shown, 1e-4, 1e-6, True) or report("a seed's games differ: README, Randomness")
         for level in reversed(range(len(levels))):  # last an iteration on the coarsest
             # Few steps: an episode's start costs more, like a reservoir's, whose field is new.
-            plan = Plan([level], [2 if level else args.num_steps[0]], [])
-            seconds = pool.arrays["seconds"][2 * level]
+            T, seconds = 2 if level else args.num_steps[0], pool.arrays["seconds"][2 * level]
+            plan = Plan([level], [T], [])
             for _ in range(2):  # the first time includes what is done once
                 gc.collect()  # now, not while time is taken: that may be as long as an update
                 seconds[:], started = 0, time.perf_counter()
-                (batch,), _ = rollouts(model, pool, plan, args, generator)
+                (buffer,), _ = rollout(model, pool, level, T, args, generator)
+                batch = make_batch(buffer, model.inputs, args)
                 level == 0 and update(model, make_optimizer(model), batch, plan, args, generator)
             simulated = float(seconds.sum()) / max(1, len(pool.workers))
             costs.insert(0, simulated / len(batch["obs"]))

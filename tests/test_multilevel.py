@@ -46,10 +46,19 @@ def started(args):
 def collect(args):
     """Return the batches of one iteration, the model, the pool and each level's episodes."""
     model, pool = started(args)
-    batches, episodes = ml.rollouts(
-        model, pool, ml.Together(args).plan(), args, torch.Generator().manual_seed(1)
-    )
+    batches, episodes = rollouts(model, pool, args, torch.Generator().manual_seed(1))
     return batches, model, pool, episodes
+
+
+def rollouts(model, pool, args, generator):
+    """Roll out all levels as `train` does. Returns batches and the lists of levels' episodes."""
+    batches, episodes = [], []
+    plan = ml.Together(args).plan()
+    for level, T in zip(plan.levels, plan.num_steps):
+        buffers, ended = ml.rollout(model, pool, level, T, args, generator)
+        batches += [ml.make_batch(b, model.inputs, args) for b in buffers]
+        episodes.append(ended)
+    return batches, episodes
 
 
 def small_model(obs_dim, actions, words):
@@ -180,7 +189,7 @@ def tape(monkeypatch, coupling, num_steps):
 
 def test_step_coupling_order(monkeypatch):
     """Before each step the partner is mapped to the fine state, then both take one action."""
-    events, (own, sync), episodes = tape(monkeypatch, "step", 5)
+    events, (sync, own), episodes = tape(monkeypatch, "step", 5)
     assert len(episodes) == 1 and episodes[0][1] == 3
     steps = [event for event in events if event[0] == "step"]
     assert [event[1] for event in steps] == [2, 1] * 5  # fine, then partner
@@ -204,7 +213,7 @@ def test_step_coupling_partner_bootstraps_from_its_own_state(monkeypatch):
     args = ml.parse_args([*TOGETHER, "--env", env, *options, "--num-envs", "2", "--norm-adv", "off"]
                          + ["--num-minibatches", "1"])  # fmt: skip
     model, pool = started(args)
-    (own, sync), _ = ml.rollout(
+    (sync, own), _ = ml.rollout(
         model, pool, 1, args.num_steps[1], args, torch.Generator().manual_seed(0)
     )
     where = sync["obs"].clone()  # t + 1, x + a / level
@@ -216,7 +225,7 @@ def test_step_coupling_partner_bootstraps_from_its_own_state(monkeypatch):
 
 def test_noise_coupling_order(monkeypatch):
     """The partner is mapped at starts of fine episodes only; then it follows its own states."""
-    events, (own, sync), _ = tape(monkeypatch, "noise", 7)
+    events, (sync, own), _ = tape(monkeypatch, "noise", 7)
     assert [e[1] for e in events if e[0] == "step"] == [2, 1] * 7
     partner = [e for e in events if e[:2] == ("step", 1)]
     mapped = [i for i, e in enumerate(events) if e[0] == "map_from"]
@@ -253,9 +262,7 @@ def test_levels_keep_their_own_episodes():
     games = pool.games.members
     assert [games[m][0].env.t for m in (0, 1, 2)] == [4, 2, 2]
     assert not any(episodes)
-    _, episodes = ml.rollouts(
-        model, pool, ml.Together(args).plan(), args, torch.Generator().manual_seed(3)
-    )
+    _, episodes = rollouts(model, pool, args, torch.Generator().manual_seed(3))
     assert [games[m][0].env.t for m in (0, 1, 2)] == [3, 4, 4]
     assert [[length for _, length in ended] for ended in episodes] == [[5] * 6, []]
 

@@ -5,6 +5,7 @@ python tests/benchmarks/rules.py pairs --env ResSim-v4
 """
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
@@ -85,33 +86,30 @@ class Pairs(ml.Climb):
         return self.args.num_envs * (below * coarse + pairs * (fine + coarse)) + update
 
 
-def rollouts_of_pairs(model, pool, plan, args, generator):
-    """As `rollouts`, but the plan's first level has no partners; those it has are not charged."""
-    batches, episodes = [], []
-    for i, (level, T) in enumerate(zip(plan.levels, plan.num_steps)):
-        paired = argparse.Namespace(**vars(args) | {"schedule": "together" if i else "climb"})
-        before = pool.arrays["steps"].copy()
-        buffers, ended = ml.rollout(model, pool, level, T, paired, generator)
-        if level and not i:
-            pool.arrays["steps"][2 * level - 1] = before[2 * level - 1]
-        batches += [ml.make_batch(b, model.inputs, args) for b in buffers[::-1]]
-        episodes.append(ended)
-    return batches, episodes
+def rollout_of_pairs(real, rule, model, pool, level, T, args, generator):
+    """As the real `rollout`, but partners of a pair's lower level are not used, nor charged."""
+    schedule, before = "together" if level == rule.level else "climb", pool.arrays["steps"].copy()
+    args = argparse.Namespace(**vars(args) | {"schedule": schedule})
+    result = real(model, pool, level, T, args, generator)
+    if 0 < level < rule.level:
+        pool.arrays["steps"][2 * level - 1] = before[2 * level - 1]
+    return result
 
 
 def main():
     """Run the command line."""
-    rule = {"multigrid": Multigrid, "pairs": Pairs}[sys.argv[1]]
     args = ml.parse_args(sys.argv[2:])
-    if rule is Pairs:  # games with partners on all levels, which a climb does not make
-        make_pool, ml.rollouts = ml.make_pool, rollouts_of_pairs
+    rule = {"multigrid": Multigrid, "pairs": Pairs}[sys.argv[1]](args)
+    if type(rule) is Pairs:  # games with partners on all levels, which a climb does not make
+        make_pool = ml.make_pool
+        ml.rollout = functools.partial(rollout_of_pairs, ml.rollout, rule)
 
         def make_pairs(args, model, seeds, *rest, **options):
             paired = argparse.Namespace(**vars(args) | {"schedule": "together"})
             return make_pool(paired if len(seeds) > 1 else args, model, seeds, *rest, **options)
 
         ml.make_pool = make_pairs
-    ml.train(args, rule(args))
+    ml.train(args, rule)
 
 
 if __name__ == "__main__":
