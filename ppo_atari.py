@@ -184,8 +184,9 @@ def rollout(model, pool, args, generator):
     buffer["noise"][:] = noise.chunk(NUM_RANKS, 1)[RANK]  # of this rank's games
     pool.player.load_state_dict(model.state_dict())  # on a CPU they are the same
     pool.call("rollout")
-    ended, *ends = (buffer[name] for name in ("ended", "episode_return", "episode_length"))
-    episodes = [[*zip(*(column[t][ended[t]].tolist() for column in ends))] for t in range(T)]
+    ends = ("ended", "episode_return", "episode_length")
+    ended, *ends = gathered({k: torch.from_numpy(buffer[k]) for k in ends}).values()
+    episodes = [*zip(*(column[ended].tolist() for column in ends))]
     next_obs = torch.from_numpy(buffer["next_obs"])
     names = ("obs", "actions", "rewards", "terminated", "truncated")
     buffer = {name: torch.from_numpy(buffer[name]).to(model.device) for name in names}
@@ -199,8 +200,7 @@ def rollout(model, pool, args, generator):
     next_values[apart] = model(next_obs[apart.cpu()].to(model.device))[1]
     buffer |= {"values": values, "next_values": next_values}
     buffer["logprobs"] = model.head.log_prob(pi, buffer["actions"])
-    steps = zip(*gathered_objects(episodes), strict=True)  # of all ranks
-    return gathered(buffer), [episode for ranks in steps for ended in ranks for episode in ended]
+    return gathered(buffer), episodes
 
 
 @torch.no_grad()

@@ -203,7 +203,7 @@ def rollout(model, pool, level, T, args, generator):
     by_step = paired and args.coupling == "step"
     # Views of the level's own member 2l and, if paired, of its partner 2l − 1: own first.
     arrays = {name: a[2 * level - paired : 2 * level + 1][::-1] for name, a in pool.arrays.items()}
-    pair, rows, episodes = members(arrays), [], []
+    pair, rows, ends = members(arrays), [], ("ended", "episode_return", "episode_length")
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
     noise = noise.chunk(NUM_RANKS, 1)[RANK].to(model.device)  # of this rank, for both members
     for t in range(T):
@@ -213,14 +213,13 @@ def rollout(model, pool, level, T, args, generator):
             arrays["actions"][1] = arrays["actions"][0]
         row = {name: arrays[name].copy() for name in model.stored}  # what the policy saw and did
         pool.call("step", level, by_step)
-        rows.append(row | {name: arrays[name].copy() for name in model.results})  # what came of it
-        ends = (pair[0][name][pair[0]["ended"]] for name in ("episode_return", "episode_length"))
-        episodes.append([*zip(*(column.tolist() for column in ends), strict=True)])
+        row |= {name: arrays[name].copy() for name in (*model.results, *ends)}  # what came of it
+        rows.append(row)
     buffer = {name: np.stack([row[name] for row in rows], axis=1) for name in rows[0]}
+    ended, *ends = gathered({k: torch.from_numpy(buffer.pop(k)[0]) for k in ends}).values()
     parts = zip(members(buffer), args.levels[level::-1], [noise, None if by_step else noise])
     buffers = [gathered(finish(model, *part)) for part in parts]
-    steps = zip(*gathered_objects(episodes), strict=True)  # of all ranks
-    return buffers[::-1], [episode for ranks in steps for ended in ranks for episode in ended]
+    return buffers[::-1], [*zip(*(column[ended].tolist() for column in ends))]
 
 
 def finish(model, buffer, level, noise=None):
