@@ -80,13 +80,13 @@ def make_parser():
     option = functools.partial(add_option, parser.add_argument_group("ppo.py"))
     positive = number(float, 1e-300)
     option("--env", str, "CartPole-v1", "Gymnasium id, or module:id")
-    option("--num-steps", number(int, 1, 100_000), 128, "T, steps per game and iteration; to 2048")
+    option("--num-steps", number(int, 1, 100_000), 128, "T, steps a game per iteration; 16 to 2048")
     option("--norm-reward", bool, False, "divide rewards by the return's deviation, cut at ±10")
     option("--action-masks", bool, None, "use the env's action masks; by default if it has them")
     option("--time-limit-bootstrap", bool, True, "after a time limit V of the last state counts")
     option("--baseline", bool, True, "off: Â_t = Σ_k (γλ)^k r_{t+k}, no value loss")
-    option("--kl-coef", number(float, 0), 0.0, "β of PPO-Penalty, beside clipping; 0.01 to 3 usual")
-    option("--adaptive-lr", positive, None, "adapt the learning rate to this KL per epoch; 0.01")
+    option("--kl-coef", number(float, 0), 0.0, "β of a KL penalty beside clipping; 0.01 to 3 usual")
+    option("--adaptive-lr", positive, None, "adapt the rate to this KL, not annealed; 0.01 usual")
     option("--value-learning-rate", positive, None, "of V, if not --learning-rate")
     option("--rnn", str, None, "memory in front of the hidden layers", choices=("gru", "lstm"))
     option("--rnn-size", number(int, 1, 10_000), 64, "width of the memory")
@@ -108,7 +108,7 @@ def add_common_options(parser):
     option("--save-every", natural, 50, "iterations between checkpoints; 0: only at the end")
     exclusive = functools.partial(add_option, parser.add_mutually_exclusive_group())
     exclusive("--resume", Path, None, "go on with the run in this folder, with its options")
-    exclusive("--eval", Path, None, "evaluate the run in this folder (its mode), print mean ± sd")
+    exclusive("--eval", Path, None, "evaluate this folder's run (policy's mode), print mean ± sd")
     option("--sample", None, False, "with --eval: sample actions instead of taking the mode")
     option("--video", None, False, "with --eval: also write video.mp4")
     option("--export-onnx", None, False, "with --eval: also write policy.onnx, from obs to action")
@@ -145,7 +145,7 @@ def train(args):
         while run.goes_on():
             remaining = 1 - run.iteration / args.num_iterations if args.anneal_lr else 1
             rates = args.learning_rate, args.value_learning_rate or args.learning_rate
-            for group, rate in zip(optimizer.param_groups, rates):  # policy, V
+            for group, rate in zip(optimizer.param_groups, rates):  # all, or policy, V
                 if not args.adaptive_lr or run.iteration == 0:  # else it goes on from where it is
                     group["lr"] = rate * remaining
             # Sample: T steps in each of N games with the policy π_old.
@@ -193,7 +193,7 @@ def rollout(model, pool, args, generator):
     # One pass over all steps: no weight has changed since, so this is log π_old and V_old.
     pi, values = model(**{name: buffer[name] for name in model.inputs})
     wrong = ~model.head.sample(pi, noise).isclose(buffer["actions"], 1e-3, 1e-3)  # but for ties
-    assert wrong.sum() < 3 + wrong.numel() / 99, "actions: not head.sample(pi, noise), fast_act?"
+    assert wrong.sum() < 3 + wrong.numel() / 99, "acted unlike head.sample(pi, noise): fast_act?"
     # V(s_{t+1}), never of the next episode's first state; as sequences of one step, (1, T·N, ...).
     after = {k: buffer[f"next_{k}"].flatten(0, 1)[None] for k in ("obs", "state") if k in buffer}
     values = torch.stack([values, model(**after)[1].view(values.shape)])
@@ -210,19 +210,18 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     t led: nothing if it `terminated` the episode. Both kinds of end stop the sum over steps."""
     for tensor in (values, next_values, terminated, truncated):
         assert tensor.shape == rewards.shape
-    # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
-    deltas = rewards + gamma * next_values * ~terminated - values
+    # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t); Â_t is δ_t at first
+    advantages = rewards + gamma * next_values * ~terminated - values
     decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
-    advantages = deltas.flip(0)  # Â_T = 0, so δ at first; then from the last step to the first
-    for following, advantage, decay_t in zip(advantages, advantages[1:], decay.flip(0)[1:]):
-        # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
+    for advantage, decay_t, following in reversed([*zip(advantages, decay, advantages[1:])]):
+        # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}, last step first; Â_T = 0
         advantage.addcmul_(decay_t, following)  # in place; `following` is final
-    return advantages.flip(0)
+    return advantages
 
 
 def make_batch(buffer, model, args):
     """Add advantages, returns; flatten to (T·N, ...) unless a state is among the model's inputs."""
-    if args.norm_reward:  # by the deviation of the discounted sums so far (Engstrom et al. 2020)
+    if args.norm_reward:  # by the deviation of Game's discounted sums so far (Engstrom et al. 2020)
         model.reward_norm.update(buffer["discounted"].flatten())
         buffer["rewards"] = (buffer["rewards"] / model.reward_norm.std).clamp(-10, 10)
     if not args.time_limit_bootstrap:
@@ -232,7 +231,7 @@ def make_batch(buffer, model, args):
     names = ("rewards", "values", "next_values", "terminated", "truncated")
     advantages = gae(*(buffer[name] for name in names), args.gamma, args.gae_lambda)
     batch = {name: buffer[name] for name in (*model.inputs, "actions", "logprobs", "values")}
-    # PPO, Eq. (11): R_t = Â_t + V(s_t), the value function's target
+    # V^targ of PPO, Eq. (9): R_t = Â_t + V(s_t)
     batch |= {"advantages": advantages, "returns": advantages + buffer["values"]}
     return batch if "state" in model.inputs else {k: c.flatten(0, 1) for k, c in batch.items()}
 
@@ -610,7 +609,7 @@ def make_optimizer(model, split=False):
         V = {*model.value.parameters(), *model.critic.parameters()} - {*model.actor.parameters()}
         groups = [[p for p in parameters if (p in V) == last] for last in (False, True)]
     optimizer = torch.optim.Adam([{"params": group} for group in groups], eps=1e-5, fused=True)
-    optimizer.zero_grad = lambda set_to_none=False: model.gradient.zero_()  # others' need False
+    optimizer.zero_grad = lambda set_to_none=False: model.gradient.zero_()  # None would cut them
     return optimizer
 
 
@@ -639,7 +638,7 @@ def num_options(space):
 
 
 def to_env(action, space):
-    """Return the policy's action as the env takes it: cut to a Box's bounds, not in log π(a|s)."""
+    """Return the action as the env takes it: cut to a Box's bounds; log π is of the uncut one."""
     if isinstance(space, gym.spaces.Box):
         return np.asarray(action.clip(space.low, space.high), space.dtype)
     return (action + getattr(space, "start", 0)).astype(space.dtype)

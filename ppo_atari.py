@@ -12,7 +12,7 @@ between two steps. Then all cores, or a GPU, do the update, in bfloat16 where th
 Papers: "PPO" is Schulman et al. 2017, Proximal policy optimization algorithms (arXiv 1707.06347);
 "GAE" is Schulman et al. 2016 (arXiv 1506.02438); pictures and network are those of Mnih et al.
 2015, Human-level control through deep reinforcement learning. Network, rollout and loss have the
-constants of labml's annotated implementation, but for Adam's ε (1e-5) and biases (0 at the start);
+constants of labml's first annotated version, but for Adam's ε (1e-5) and biases (0 at the start);
 games are as in Gymnasium's AtariPreprocessing, with signs of rewards, FIRE and lives besides.
 
 Each iteration runs the policy π_old for T steps in N games, then takes K epochs of minibatch steps:
@@ -70,10 +70,10 @@ def make_parser():
     option("--env", game_name, "Breakout", "also as BreakoutNoFrameskip-v4 or ALE/Breakout-v5")
     option("--num-steps", number(int, 1, 100_000), 128, "T, steps per game and iteration")
     option("--frameskip", number(int, 1), 4, "frames that an action lasts; Gymnasium's v5: 4")
-    option("--sticky-actions", probability, 0.0, "a frame repeats the last action; Gymnasium: 0.25")
+    option("--sticky-actions", probability, 0.0, "P(a frame repeats the last action); v5: 0.25")
     option("--full-action-space", bool, False, "all 18 actions, also those that the game ignores")
     option("--episodic-life", bool, True, "an episode ends with a life; Gymnasium: off")
-    option("--noop-max", number(int, 0, 1000), 30, "a game begins with 1 to so many no-ops; Gym: 0")
+    option("--noop-max", number(int, 0, 1000), 30, "a game begins with 1 to so many no-ops; v5: 0")
     option("--fire", bool, True, "an episode starts with FIRE if the game has it; Gymnasium: off")
     option("--anneal-clip", bool, True, "lower ε linearly to 0 over the run, as the learning rate")
     option("--precision", str, "auto", "auto: bf16 if that is faster", choices=precisions)
@@ -103,7 +103,7 @@ def add_common_options(parser):
     option("--save-every", natural, 50, "iterations between checkpoints; 0: only at the end")
     exclusive = functools.partial(add_option, parser.add_mutually_exclusive_group())
     exclusive("--resume", Path, None, "go on with the run in this folder, with its options")
-    exclusive("--eval", Path, None, "evaluate the run in this folder (its mode), print mean ± sd")
+    exclusive("--eval", Path, None, "evaluate this folder's run (policy's mode), print mean ± sd")
     option("--sample", None, False, "with --eval: sample actions instead of taking the mode")
     option("--video", None, False, "with --eval: also write video.mp4")
     option("--export-onnx", None, False, "with --eval: also write policy.onnx, from obs to action")
@@ -223,14 +223,13 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     t led: nothing if it `terminated` the episode. Both kinds of end stop the sum over steps."""
     for tensor in (values, next_values, terminated, truncated):
         assert tensor.shape == rewards.shape
-    # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
-    deltas = rewards + gamma * next_values * ~terminated - values
+    # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t); Â_t is δ_t at first
+    advantages = rewards + gamma * next_values * ~terminated - values
     decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
-    advantages = deltas.flip(0)  # Â_T = 0, so δ at first; then from the last step to the first
-    for following, advantage, decay_t in zip(advantages, advantages[1:], decay.flip(0)[1:]):
-        # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
+    for advantage, decay_t, following in reversed([*zip(advantages, decay, advantages[1:])]):
+        # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}, last step first; Â_T = 0
         advantage.addcmul_(decay_t, following)  # in place; `following` is final
-    return advantages.flip(0)
+    return advantages
 
 
 def make_batch(buffer, inputs, args):
@@ -275,7 +274,7 @@ def update(model, optimizer, batch, args, clip_coef, generator):
     assert all(p.grad._base is model.gradient for p in model.parameters()), "see make_optimizer"
     seen, B, own = [], args.num_minibatches, slice(RANK, None, NUM_RANKS)  # rows of this rank
     loss_terms = torch.compile(losses, mode="reduce-overhead") if args.compile else losses
-    clip_coef = torch.tensor(clip_coef, device=model.device)  # compiled, a number would be constant
+    clip_coef = torch.tensor(clip_coef, device=model.device)  # a float would be compiled in
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
     for _ in range(args.update_epochs):
@@ -360,7 +359,7 @@ class Model(nn.Module):
             nn.ReLU(),
         )
         self.head = Categorical(512, [int(action_space.n)])
-        layer_init(self.head.logits, 0.1)
+        layer_init(self.head.logits, 0.1)  # not 0.01
         self.value = layer_init(nn.Linear(512, 1), 1.0)
 
     def forward(self, obs):
@@ -454,7 +453,7 @@ def make_optimizer(model):
     for parameter, values, gradient in zip(parameters, *parts, strict=True):
         parameter.data, parameter.grad = values.view_as(parameter), gradient.view_as(parameter)
     optimizer = torch.optim.Adam([vector], eps=1e-5, fused=True)
-    optimizer.zero_grad = lambda set_to_none=False: model.gradient.zero_()  # others' need False
+    optimizer.zero_grad = lambda set_to_none=False: model.gradient.zero_()  # None would cut them
     return optimizer
 
 

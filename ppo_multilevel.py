@@ -132,7 +132,7 @@ def add_common_options(parser):
     option("--save-every", natural, 50, "iterations between checkpoints; 0: only at the end")
     exclusive = functools.partial(add_option, parser.add_mutually_exclusive_group())
     exclusive("--resume", Path, None, "go on with the run in this folder, with its options")
-    exclusive("--eval", Path, None, "evaluate the run in this folder (its mode), print mean ± sd")
+    exclusive("--eval", Path, None, "evaluate this folder's run (policy's mode), print mean ± sd")
     option("--sample", None, False, "with --eval: sample actions instead of taking the mode")
     option("--video", None, False, "with --eval: also write video.mp4")
     option("--export-onnx", None, False, "with --eval: also write policy.onnx, from obs to action")
@@ -232,7 +232,7 @@ def finish(model, buffer, level, noise=None):
     pi, values = model(**{name: buffer[name] for name in model.inputs})
     if noise is not None:  # which it acts by, but for ties
         wrong = ~np.isclose(model.head.sample(pi, noise).cpu(), buffer["actions"].cpu(), 1e-3, 1e-3)
-        assert wrong.sum() < 3 + wrong.size / 99, "actions: not head.sample(pi, noise), fast_act?"
+        assert wrong.sum() < 3 + wrong.size / 99, "acted unlike head.sample(pi, noise): fast_act?"
     values = torch.stack([values, model(buffer["next_obs"])[1]])  # V(s_t), V(s_{t+1})
     if model.value_norm is not None:
         values = model.value_norm.mean + model.value_norm.std * values
@@ -246,14 +246,13 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     t led: nothing if it `terminated` the episode. Both kinds of end stop the sum over steps."""
     for tensor in (values, next_values, terminated, truncated):
         assert tensor.shape == rewards.shape
-    # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
-    deltas = rewards + gamma * next_values * ~terminated - values
+    # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t); Â_t is δ_t at first
+    advantages = rewards + gamma * next_values * ~terminated - values
     decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
-    advantages = deltas.flip(0)  # Â_T = 0, so δ at first; then from the last step to the first
-    for following, advantage, decay_t in zip(advantages, advantages[1:], decay.flip(0)[1:]):
-        # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
+    for advantage, decay_t, following in reversed([*zip(advantages, decay, advantages[1:])]):
+        # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}, last step first; Â_T = 0
         advantage.addcmul_(decay_t, following)  # in place; `following` is final
-    return advantages.flip(0)
+    return advantages
 
 
 def make_batch(buffer, inputs, args):
@@ -786,7 +785,7 @@ def make_optimizer(model):
     for parameter, values, gradient in zip(parameters, *parts, strict=True):
         parameter.data, parameter.grad = values.view_as(parameter), gradient.view_as(parameter)
     optimizer = torch.optim.Adam([vector], eps=1e-5, fused=True)
-    optimizer.zero_grad = lambda set_to_none=False: model.gradient.zero_()  # others' need False
+    optimizer.zero_grad = lambda set_to_none=False: model.gradient.zero_()  # None would cut them
     return optimizer
 
 
@@ -844,7 +843,7 @@ def num_options(space):
 
 
 def to_env(action, space):
-    """Return the policy's action as the env takes it: cut to a Box's bounds, not in log π(a|s)."""
+    """Return the action as the env takes it: cut to a Box's bounds; log π is of the uncut one."""
     if isinstance(space, gym.spaces.Box):
         return np.asarray(action.clip(space.low, space.high), space.dtype)
     return (action + getattr(space, "start", 0)).astype(space.dtype)
