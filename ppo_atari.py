@@ -718,6 +718,8 @@ def work(pipe, make_games, rows, shared):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # both are for the main process to handle;
     signal.signal(signal.SIGTERM, lambda *_: None)  # programs that a game starts may end by this
     parent, command = multiprocessing.parent_process().sentinel, None
+    for seed in np.random.seed, torch.manual_seed:  # for games that draw by these: all forks' agree
+        seed((torch.initial_seed() + 1000 * RANK + int(rows[0])) % 2**32)
     try:
         games = make_games(rows, {name: np.ndarray(*array) for name, array in shared.items()})
         while command != "close" and pipe in multiprocessing.connection.wait([pipe, parent]):
@@ -740,8 +742,9 @@ RANK, NUM_RANKS = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if TORCHR
 
 
 def report(message):
-    """Print a message, once for all ranks."""
-    RANK or print(message, file=sys.stderr, flush=True)
+    """Print a message, once for all ranks. If nobody reads it: `stop` may call this anywhere."""
+    with suppress(OSError):
+        RANK or print(message, file=sys.stderr, flush=True)
 
 
 def gathered(buffer):
@@ -788,8 +791,8 @@ class Run(AbstractContextManager):
 
     def __init__(self, args, model, optimizer, generator):
         self.args, self.model, self.optimizer, self.generator = args, model, optimizer, generator
-        self.counters, self.history, self.recent = dict(COUNTERS), [], []
-        self.signal, self.saved, self.run_dir = None, None, args.resume or run_path(args)
+        self.counters, self.history, self.recent, self.signal = dict(COUNTERS), [], [], None
+        self.saved, self.run_dir = None, (args.resume or run_path(args)).absolute()  # games may cd
         with ExitStack() as self.stack:  # which closes what is open if this block fails
             for signum in (signal.SIGINT, signal.SIGTERM):
                 if threading.current_thread() is threading.main_thread():
@@ -809,9 +812,9 @@ class Run(AbstractContextManager):
             self.stack, self.states, self.started = self.stack.pop_all(), states, None
 
     def __exit__(self, kind, *_):
-        with self.stack:
+        with self.stack:  # reached by a `break` at an iteration's end, too
             if kind in (GameError, BrokenPipeError) or not (kind or self.saved == self.iteration):
-                self.save(with_games=not kind)  # after a `break` at an iteration's end, too
+                self.save(with_games=not kind or kind is BrokenPipeError and NUM_RANKS == 1)
 
     def stop(self, signum, _):
         """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
@@ -826,7 +829,7 @@ class Run(AbstractContextManager):
         """Start the games at first. Return whether another iteration begins now; if not, save."""
         if self.started is None:
             self.pool.call("start", vars(self).pop("states"))  # may be large
-        if self.iteration == 0 and self.args.eval_every and not self.history:
+        if self.args.eval_every and not (self.history or self.signal):
             self.log(dict(self.counters))
         self.started = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
@@ -936,7 +939,7 @@ def run_path(args):
     """Return the path of a new run's folder, with an underscore for what may not be in a name."""
     stamp, script = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f"), Path(__file__).stem
     name = args.run_name or f"{args.env[-100:]}__{script}__{args.seed}__{stamp}"
-    return Path(args.log_dir) / re.sub(r"[^\w.-]+", "_", name)
+    return Path(args.log_dir) / re.sub(r"[^\w.=,+-]+", "_", name)
 
 
 def write_file(path, content):
@@ -987,7 +990,7 @@ def evaluate(model, pool, generator=None, run=None):
 
 def evaluate_run(args):
     """Evaluate the checkpoint of a run, as --eval says. Returns the returns, (E,)."""
-    model, run_dir = make_model(args), args.eval
+    model, run_dir = make_model(args), args.eval.absolute()
     model.load_state_dict(load_checkpoint(run_dir)["model"])
     generator = torch.Generator().manual_seed(EVAL_SEED) if args.sample else None
     with closing(make_eval_pool(args, model)) as pool:
@@ -1028,8 +1031,8 @@ class Camera(gym.ObservationWrapper):
             picture = np.ascontiguousarray(self.env.render()[..., ::-1])  # OpenCV wants BGR
             fps, code = self.env.metadata.get("render_fps", 30), cv2.VideoWriter_fourcc(*"mp4v")
             self.film = self.film or cv2.VideoWriter(self.path, code, fps, picture.shape[1::-1])
-            if not self.film.isOpened():
-                raise OSError(f"{self.path} cannot be written")
+            if not self.film.isOpened() or (picture.shape[2:], picture.dtype) != ((3,), np.uint8):
+                raise OSError(f"{self.path} cannot be written, or render is not uint8 (H, W, 3)")
             self.film.write(picture)
         return obs
 
@@ -1137,8 +1140,7 @@ def check_rows(parser, args, num_rows, rows="rows"):
 
 def one_line(error):
     """Return an exception as one line, with the place where it may not explain itself."""
-    text, *_ = f"{type(error).__name__}: {error}".split("\nTraceback")  # of a GameError
-    line = " ".join(text.split())[:500]
+    line = " ".join(f"{type(error).__name__}: {error}".partition("\nTraceback")[0].split())[:500]
     place = traceback.extract_tb(error.__traceback__)[-1]
     known = isinstance(error, (GameError, ValueError, OSError, ImportError, gym.error.Error))
     return line if known else f"{line} (in {place.name}, {place.filename}:{place.lineno})"

@@ -270,7 +270,9 @@ def test_log_dir_that_cannot_be(refused, tmp_path, log_dir):
     refused(["--log-dir", str(tmp_path / log_dir)], str(tmp_path / log_dir))
 
 
-@pytest.mark.parametrize("name, folder", [("mine", "mine"), ("my run", "my_run"), ("a/b", "a_b")])
+@pytest.mark.parametrize(
+    "name, folder", [("lr=1e-3,b+c", "lr=1e-3,b+c"), ("my run", "my_run"), ("a/b", "a_b")]
+)
 def test_run_name_that_is_taken(refused, tmp_path, name, folder):
     """The folder of the run is there already, also if its name has to be changed a little."""
     (tmp_path / folder).mkdir()

@@ -470,13 +470,15 @@ def test_a_longer_run(run, tmp_path, length):
         assert longer.iteration == 99 > run.iteration
 
 
-def test_game_that_fails_in_a_check(tmp_path, monkeypatch):
-    """The iteration before the check is complete: it is saved, and not done again."""
+@pytest.mark.parametrize("length", [None, 40])
+def test_game_that_fails_in_a_check(tmp_path, monkeypatch, length):
+    """What was learned is saved; the iteration, which has no row, is done again, the last one too:
+    its check and its evaluation are the run's result."""
     real, checks, weights = ml.Run.check, [], []
 
     def check(run):
         checks.append(run.iteration)
-        if len(checks) == 3:
+        if len(checks) == 3 if length is None else run.iteration == length and not weights:
             weights.append(run.model.value.weight.clone())
             raise ml.GameError("broken on purpose")
         return real(run)
@@ -487,10 +489,11 @@ def test_game_that_fails_in_a_check(tmp_path, monkeypatch):
         ml.train(ml.parse_args(argv))
     (run_dir,) = tmp_path.iterdir()
     state = ml.load_checkpoint(run_dir)
-    assert state["counters"]["iteration"] == checks[-1] > 0
+    assert state["counters"]["iteration"] == checks[-1] - 1 > 0
     assert torch.equal(state["current"]["value.weight"], weights[0])
     resumed = ml.train(ml.parse_args(["--resume", str(run_dir), "--quiet"]))
-    assert resumed.iteration == 40 and resumed.history[-1]["check_return"]
+    assert [row["iteration"] for row in resumed.history] == [*range(41)]
+    assert resumed.history[-1]["check_return"] and resumed.history[-1]["eval_return"]
 
 
 def test_nan_in_a_check(tmp_path, monkeypatch):

@@ -110,7 +110,59 @@ def test_output_that_nobody_reads_any_more(script, tmp_path, capsys, monkeypatch
     assert run_main(script, monkeypatch, *argv, "--num-iterations", "3") == 1
     assert "BrokenPipeError" in capsys.readouterr().err
     (run_dir,) = (tmp_path / "runs").iterdir()
-    assert script.load_checkpoint(run_dir)["counters"]["iteration"] == 1
+    state = script.load_checkpoint(run_dir)
+    assert state["counters"]["iteration"] == 1 and state["games"] is not None  # all goes on
+
+
+@pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=NAMES, indirect=True)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_that_cannot_be_reported(script, tmp_path, monkeypatch, signum):
+    """Its message may go to a program that the same signal has ended, or to a full disk."""
+
+    def closed(*_, **__):
+        raise BrokenPipeError
+
+    def step(pool, *command):
+        if command[0] == "step" and not stopped:
+            stopped.append(signal.raise_signal(signum))
+        return real(pool, *command)
+
+    real, stopped = script.WorkerPool.call, []
+    monkeypatch.setattr(script.WorkerPool, "call", step)
+    monkeypatch.setattr(script, "print", closed, raising=False)
+    more = "--num-iterations 3 --num-workers 2".split()
+    argv = options(script, tmp_path, GOOD[script], *more)
+    assert run_main(script, monkeypatch, *argv) == 128 + signum
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    state = script.load_checkpoint(run_dir)
+    assert state["counters"]["iteration"] == 1 and state["games"] is not None
+
+
+@pytest.mark.parametrize("schedule", ["climb", "together"])
+@pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=NAMES, indirect=True)
+def test_signal_before_the_first_row(script, tmp_path, monkeypatch, schedule):
+    """The run ends before its first check and evaluation, and begins with them when resumed."""
+    more = "--num-iterations 2 --num-workers 0 --eval-every 1 --eval-episodes 2".split()
+    argv = options(script, tmp_path, GOOD[script], *more)
+    if script is ppo_multilevel:
+        argv += ["--schedule", schedule, "--check-episodes", "2"]
+    real = script.WorkerPool.call
+
+    def call(pool, *command):
+        pool.call = real.__get__(pool)  # next time
+        signal.raise_signal(signal.SIGTERM)
+        return real(pool, *command)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script.WorkerPool, "call", call)
+        assert run_main(script, monkeypatch, *argv) == 128 + signal.SIGTERM
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert rows(run_dir) == []
+    assert run_main(script, monkeypatch, "--resume", str(run_dir), "--quiet") == 0
+    assert [row["iteration"] for row in rows(run_dir)] == ["0", "1", "2"]
+    assert all(row["eval_return"] for row in rows(run_dir))
+    if script is ppo_multilevel and schedule == "climb":
+        assert rows(run_dir)[0]["check_return"]
 
 
 @pytest.mark.parametrize("iteration", [1, 3])

@@ -379,6 +379,11 @@ def test_env_without_a_way_to_tell_its_state():
     assert state_of(Counter(other=lambda: 0)) is None
     assert state_of(Counter(other=gym.make("HalfCheetah-v5"))) is None
     assert state_of(Counter(other=[1, 2])) is not None
+    env, array = Counter(), np.arange(4.0)
+    env.state, env.velocity = array, array[:2]  # saved, they would be two arrays
+    assert state_of(env) is None
+    env.velocity = array[:2].copy()
+    assert state_of(env) is not None
 
 
 def test_how_an_env_was_made_is_not_its_state():

@@ -1,6 +1,7 @@
 """Tests of what one does with a trained policy: sampled evaluation, export to ONNX, README code."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -146,6 +147,46 @@ def test_video_of_a_simulation(tmp_path, capsys):
     assert len(pictures) == 5 + 1 and pictures[0].shape == (256, 256, 3)
     blue = [picture[..., 0].mean() for picture in pictures]  # more water, step after step
     assert blue == sorted(blue) and blue[-1] > blue[0] + 5
+
+
+class Elsewhere(gym.Wrapper):
+    """An env that works in another folder, and whose pictures are grey."""
+
+    def __init__(self, env, folder):
+        super().__init__(env)
+        self.folder, self.grey = folder, True
+
+    def step(self, action):
+        os.chdir(self.folder)
+        return super().step(action)
+
+    def render(self):
+        picture = super().render()
+        return picture[..., 0] if self.grey else picture
+
+
+@pytest.mark.parametrize("grey", [False, True])
+def test_env_that_changes_the_folder(tmp_path, monkeypatch, capsys, grey):
+    """The run's files are where they belong; a picture that is none for a film is an error."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def make(render_mode=None):
+        env = Elsewhere(gym.make("CartPole-v1", render_mode=render_mode), tmp_path / "work")
+        env.grey = grey
+        return env
+
+    gym.register("Elsewhere-v0", make)
+    run_dir = train(ppo, "runs", "--env", "Elsewhere-v0", "--eval-every", "1")
+    assert run_dir == next((tmp_path / "runs").iterdir())
+    assert not [*(tmp_path / "work").iterdir()]
+    os.chdir(tmp_path)
+    argv = f"--eval runs/{run_dir.name} --eval-episodes 1 --export-onnx --video".split()
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *argv])
+    assert ppo.main() == (1 if grey else 0)
+    assert (run_dir / "policy.onnx").exists() and not [*(tmp_path / "work").iterdir()]
+    out, err = capsys.readouterr()
+    assert ("video: " in out) == (not grey) and ("render is not uint8 (H, W, 3)" in err) == grey
 
 
 @pytest.mark.parametrize("option", ["--sample", "--video", "--export-onnx"])
