@@ -176,6 +176,7 @@ def test_env_that_changes_the_folder(tmp_path, monkeypatch, capsys, grey):
         env.grey = grey
         return env
 
+    monkeypatch.delitem(gym.registry, "Elsewhere-v0", raising=False)
     gym.register("Elsewhere-v0", make)
     run_dir = train(ppo, "runs", "--env", "Elsewhere-v0", "--eval-every", "1")
     assert run_dir == next((tmp_path / "runs").iterdir())
