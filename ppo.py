@@ -101,14 +101,14 @@ def add_common_options(parser):
     option("--seed", number(int, 0, 2**63 - 1), 1, "seed of all generators")
     option("--device", str, "auto", "auto, cpu, cuda or mps; auto is cpu, for Atari cuda if there")
     option("--num-workers", natural, 0, "processes that step the games; 0: step them in this one")
-    option("--log-dir", str, "runs", "folder that receives the run's own folder")
+    option("--log-dir", os.path.abspath, "runs", "folder that receives the run's own folder")
     option("--run-name", str, None, "name of the run's folder, if not env__script__seed__time")
     option("--eval-every", natural, 0, "iterations between evaluations; 0: never")
     option("--eval-episodes", many, 16, "episodes of an evaluation")
     option("--save-every", natural, 50, "iterations between checkpoints; 0: only at the end")
     exclusive = functools.partial(add_option, parser.add_mutually_exclusive_group())
-    exclusive("--resume", Path, None, "go on with the run in this folder, with its options")
-    exclusive("--eval", Path, None, "evaluate this folder's run (policy's mode), print mean ± sd")
+    exclusive("--resume", os.path.abspath, None, "go on with this folder's run, with its options")
+    exclusive("--eval", os.path.abspath, None, "evaluate this folder's run, its policy's mode")
     option("--sample", None, False, "with --eval: sample actions instead of taking the mode")
     option("--video", None, False, "with --eval: also write video.mp4")
     option("--export-onnx", None, False, "with --eval: also write policy.onnx, from obs to action")
@@ -328,8 +328,8 @@ def make_model(args):
 
 class Model(nn.Module):
     """Policy and value function: hidden layers, orthogonal weights, a head for each. With --rnn the
-    hidden layers see a GRU's or LSTM's memory of the episode instead of s_t. Inputs are time-major
-    then, (T, M, ...): obs, starts (first of an episode?), state (memory before; used: first)."""
+    hidden layers see a GRU's or LSTM's memory of the episode, not s_t. Then inputs are time-major,
+    (T, M, ...): obs, starts (is obs an episode's first?), state (memory before; read at t = 0)."""
 
     device = property(lambda model: model.value.weight.device)  # where it computes
 
@@ -712,9 +712,10 @@ class Game:
             pickler = pickle.Pickler(file := io.BytesIO())  # numbers: of links back to these
             pickler.persistent_id = lambda x: seen.append(x) or numbers.get(id(x))
             pickler.dump([self.seed, *states])
-            # EzPickle keeps how an env was made, not where it is; a view of another array is lost.
-            views = {id(x.base) for x in seen if isinstance(x, np.ndarray) and x.base is not None}
-            lost = b"_ezpickle_args" in file.getvalue() or views & {*map(id, seen)}
+            # EzPickle keeps how an env was made, not where it is; arrays lose what they share.
+            arrays = {id(x): x for x in seen if isinstance(x, np.ndarray)}.values()
+            pairs = ((x, y) for x in arrays if x.base is not None for y in arrays if y is not x)
+            lost = b"_ezpickle_args" in file.getvalue() or any(np.shares_memory(*p) for p in pairs)
             return None if lost else file.getvalue()
 
     def set_state(self, state):
@@ -838,8 +839,8 @@ def work(pipe, make_games, rows, shared):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # both are for the main process to handle;
     signal.signal(signal.SIGTERM, lambda *_: None)  # programs that a game starts may end by this
     parent, command = multiprocessing.parent_process().sentinel, None
-    for seed in np.random.seed, torch.manual_seed:  # for games that draw by these: all forks' agree
-        seed((torch.initial_seed() + 1000 * RANK + int(rows[0])) % 2**32)
+    seeds = np.random.SeedSequence([torch.initial_seed(), RANK, int(rows[0])]).generate_state(2)
+    np.random.seed(seeds[0]), torch.manual_seed(int(seeds[1]))  # else games of all forks draw alike
     try:
         games = make_games(rows, {name: np.ndarray(*array) for name, array in shared.items()})
         while command != "close" and pipe in multiprocessing.connection.wait([pipe, parent]):
@@ -862,7 +863,7 @@ RANK, NUM_RANKS = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if TORCHR
 
 
 def report(message):
-    """Print a message, once for all ranks. If nobody reads it: `stop` may call this anywhere."""
+    """Print a message, once for all ranks; no error if nobody reads: `stop` is called anywhere."""
     with suppress(OSError):
         RANK or print(message, file=sys.stderr, flush=True)
 
@@ -912,7 +913,7 @@ class Run(AbstractContextManager):
     def __init__(self, args, model, optimizer, generator):
         self.args, self.model, self.optimizer, self.generator = args, model, optimizer, generator
         self.counters, self.history, self.recent, self.signal = dict(COUNTERS), [], [], None
-        self.saved, self.run_dir = None, (args.resume or run_path(args)).absolute()  # games may cd
+        self.saved, self.run_dir = None, Path(args.resume or run_path(args))
         with ExitStack() as self.stack:  # which closes what is open if this block fails
             for signum in (signal.SIGINT, signal.SIGTERM):
                 if threading.current_thread() is threading.main_thread():
@@ -932,7 +933,7 @@ class Run(AbstractContextManager):
             self.stack, self.states, self.started = self.stack.pop_all(), states, None
 
     def __exit__(self, kind, *_):
-        with self.stack:  # reached by a `break` at an iteration's end, too
+        with self.stack:  # after a `break` at an iteration's end, too: it has not been saved
             if kind in (GameError, BrokenPipeError) or not (kind or self.saved == self.iteration):
                 self.save(with_games=not kind or kind is BrokenPipeError and NUM_RANKS == 1)
 
@@ -1110,7 +1111,7 @@ def evaluate(model, pool, generator=None, run=None):
 
 def evaluate_run(args):
     """Evaluate the checkpoint of a run, as --eval says. Returns the returns, (E,)."""
-    model, run_dir = make_model(args), args.eval.absolute()
+    model, run_dir = make_model(args), Path(args.eval)
     model.load_state_dict(load_checkpoint(run_dir)["model"])
     generator = torch.Generator().manual_seed(EVAL_SEED) if args.sample else None
     with closing(make_eval_pool(args, model)) as pool:
@@ -1224,8 +1225,7 @@ def parse_with_run(parser, argv):
     args = parser.parse_args(argv)
     if not args.eval and (args.sample or args.video or args.export_onnx):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
-    if args.eval and NUM_RANKS > 1:
-        parser.error("argument --eval: takes one process, not torchrun")
+    args.eval and NUM_RANKS > 1 and parser.error("argument --eval: takes one process, not torchrun")
     args.export_onnx and __import__("onnx")  # torch needs it for that
     if run_dir := args.resume or args.eval:
         try:

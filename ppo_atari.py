@@ -96,14 +96,14 @@ def add_common_options(parser):
     option("--seed", number(int, 0, 2**63 - 1), 1, "seed of all generators")
     option("--device", str, "auto", "auto, cpu, cuda or mps; auto is cpu, for Atari cuda if there")
     option("--num-workers", natural, 0, "processes that step the games; 0: step them in this one")
-    option("--log-dir", str, "runs", "folder that receives the run's own folder")
+    option("--log-dir", os.path.abspath, "runs", "folder that receives the run's own folder")
     option("--run-name", str, None, "name of the run's folder, if not env__script__seed__time")
     option("--eval-every", natural, 0, "iterations between evaluations; 0: never")
     option("--eval-episodes", many, 16, "episodes of an evaluation")
     option("--save-every", natural, 50, "iterations between checkpoints; 0: only at the end")
     exclusive = functools.partial(add_option, parser.add_mutually_exclusive_group())
-    exclusive("--resume", Path, None, "go on with the run in this folder, with its options")
-    exclusive("--eval", Path, None, "evaluate this folder's run (policy's mode), print mean ± sd")
+    exclusive("--resume", os.path.abspath, None, "go on with this folder's run, with its options")
+    exclusive("--eval", os.path.abspath, None, "evaluate this folder's run, its policy's mode")
     option("--sample", None, False, "with --eval: sample actions instead of taking the mode")
     option("--video", None, False, "with --eval: also write video.mp4")
     option("--export-onnx", None, False, "with --eval: also write policy.onnx, from obs to action")
@@ -718,8 +718,8 @@ def work(pipe, make_games, rows, shared):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # both are for the main process to handle;
     signal.signal(signal.SIGTERM, lambda *_: None)  # programs that a game starts may end by this
     parent, command = multiprocessing.parent_process().sentinel, None
-    for seed in np.random.seed, torch.manual_seed:  # for games that draw by these: all forks' agree
-        seed((torch.initial_seed() + 1000 * RANK + int(rows[0])) % 2**32)
+    seeds = np.random.SeedSequence([torch.initial_seed(), RANK, int(rows[0])]).generate_state(2)
+    np.random.seed(seeds[0]), torch.manual_seed(int(seeds[1]))  # else games of all forks draw alike
     try:
         games = make_games(rows, {name: np.ndarray(*array) for name, array in shared.items()})
         while command != "close" and pipe in multiprocessing.connection.wait([pipe, parent]):
@@ -742,7 +742,7 @@ RANK, NUM_RANKS = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if TORCHR
 
 
 def report(message):
-    """Print a message, once for all ranks. If nobody reads it: `stop` may call this anywhere."""
+    """Print a message, once for all ranks; no error if nobody reads: `stop` is called anywhere."""
     with suppress(OSError):
         RANK or print(message, file=sys.stderr, flush=True)
 
@@ -792,7 +792,7 @@ class Run(AbstractContextManager):
     def __init__(self, args, model, optimizer, generator):
         self.args, self.model, self.optimizer, self.generator = args, model, optimizer, generator
         self.counters, self.history, self.recent, self.signal = dict(COUNTERS), [], [], None
-        self.saved, self.run_dir = None, (args.resume or run_path(args)).absolute()  # games may cd
+        self.saved, self.run_dir = None, Path(args.resume or run_path(args))
         with ExitStack() as self.stack:  # which closes what is open if this block fails
             for signum in (signal.SIGINT, signal.SIGTERM):
                 if threading.current_thread() is threading.main_thread():
@@ -812,7 +812,7 @@ class Run(AbstractContextManager):
             self.stack, self.states, self.started = self.stack.pop_all(), states, None
 
     def __exit__(self, kind, *_):
-        with self.stack:  # reached by a `break` at an iteration's end, too
+        with self.stack:  # after a `break` at an iteration's end, too: it has not been saved
             if kind in (GameError, BrokenPipeError) or not (kind or self.saved == self.iteration):
                 self.save(with_games=not kind or kind is BrokenPipeError and NUM_RANKS == 1)
 
@@ -990,7 +990,7 @@ def evaluate(model, pool, generator=None, run=None):
 
 def evaluate_run(args):
     """Evaluate the checkpoint of a run, as --eval says. Returns the returns, (E,)."""
-    model, run_dir = make_model(args), args.eval.absolute()
+    model, run_dir = make_model(args), Path(args.eval)
     model.load_state_dict(load_checkpoint(run_dir)["model"])
     generator = torch.Generator().manual_seed(EVAL_SEED) if args.sample else None
     with closing(make_eval_pool(args, model)) as pool:
@@ -1099,8 +1099,7 @@ def parse_with_run(parser, argv):
     args = parser.parse_args(argv)
     if not args.eval and (args.sample or args.video or args.export_onnx):
         parser.error("argument --sample, --video, --export-onnx: only with --eval")
-    if args.eval and NUM_RANKS > 1:
-        parser.error("argument --eval: takes one process, not torchrun")
+    args.eval and NUM_RANKS > 1 and parser.error("argument --eval: takes one process, not torchrun")
     args.export_onnx and __import__("onnx")  # torch needs it for that
     if run_dir := args.resume or args.eval:
         try:

@@ -491,8 +491,10 @@ def test_game_that_fails_in_a_check(tmp_path, monkeypatch, length):
     state = ml.load_checkpoint(run_dir)
     assert state["counters"]["iteration"] == checks[-1] - 1 > 0
     assert torch.equal(state["current"]["value.weight"], weights[0])
+    assert state["counters"]["sim_cost"] > state["history"][-1]["sim_cost"]
     resumed = ml.train(ml.parse_args(["--resume", str(run_dir), "--quiet"]))
     assert [row["iteration"] for row in resumed.history] == [*range(41)]
+    assert resumed.counters["starts"] == 1
     assert resumed.history[-1]["check_return"] and resumed.history[-1]["eval_return"]
 
 

@@ -138,13 +138,16 @@ def test_signal_that_cannot_be_reported(script, tmp_path, monkeypatch, signum):
     assert state["counters"]["iteration"] == 1 and state["games"] is not None
 
 
-@pytest.mark.parametrize("schedule", ["climb", "together"])
-@pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=NAMES, indirect=True)
+@pytest.mark.parametrize(
+    "script, schedule",
+    [(ppo, None), (ppo_multilevel, "climb"), (ppo_multilevel, "together")],
+    indirect=["script"],
+)
 def test_signal_before_the_first_row(script, tmp_path, monkeypatch, schedule):
     """The run ends before its first check and evaluation, and begins with them when resumed."""
     more = "--num-iterations 2 --num-workers 0 --eval-every 1 --eval-episodes 2".split()
     argv = options(script, tmp_path, GOOD[script], *more)
-    if script is ppo_multilevel:
+    if schedule:
         argv += ["--schedule", schedule, "--check-episodes", "2"]
     real = script.WorkerPool.call
 
@@ -161,7 +164,7 @@ def test_signal_before_the_first_row(script, tmp_path, monkeypatch, schedule):
     assert run_main(script, monkeypatch, "--resume", str(run_dir), "--quiet") == 0
     assert [row["iteration"] for row in rows(run_dir)] == ["0", "1", "2"]
     assert all(row["eval_return"] for row in rows(run_dir))
-    if script is ppo_multilevel and schedule == "climb":
+    if schedule == "climb":
         assert rows(run_dir)[0]["check_return"]
 
 

@@ -501,7 +501,7 @@ def test_workers_draw_other_numbers(script, monkeypatch):
 
     def drawn(seed):
         torch.manual_seed(seed)
-        with closing(script.WorkerPool(Drawers, {}, 4, 2)) as pool:
+        with closing(script.WorkerPool(Drawers, {}, 4, 4)) as pool:
             return np.array(sum(pool.call("draw"), []))
 
     first, again, other = drawn(1), drawn(1), drawn(2)

@@ -382,7 +382,10 @@ def test_env_without_a_way_to_tell_its_state():
     env, array = Counter(), np.arange(4.0)
     env.state, env.velocity = array, array[:2]  # saved, they would be two arrays
     assert state_of(env) is None
-    env.velocity = array[:2].copy()
+    env.state = (grid := array.reshape(2, 2)).T
+    env.velocity = grid.ravel()  # of an array that the env does not keep
+    assert state_of(env) is None
+    env.state, env.velocity = np.zeros((2, 3))  # apart
     assert state_of(env) is not None
 
 

@@ -155,10 +155,7 @@ class Elsewhere(gym.Wrapper):
     def __init__(self, env, folder):
         super().__init__(env)
         self.folder, self.grey = folder, True
-
-    def step(self, action):
-        os.chdir(self.folder)
-        return super().step(action)
+        os.chdir(folder)
 
     def render(self):
         picture = super().render()
