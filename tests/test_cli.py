@@ -252,7 +252,7 @@ def test_game_that_cannot_start(refused, tmp_path):
 @pytest.mark.parametrize("option", ["--resume", "--eval"])
 def test_run_without_a_name(refused, option):
     """What a shell makes of a variable that is not set is no new run."""
-    refused([option, ""], "cannot use the run in .")
+    refused([option, ""], f"cannot use the run in {os.getcwd()}: ")
 
 
 @pytest.mark.parametrize("device", ["bogus", "cuda", "mps", "meta"])
