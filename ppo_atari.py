@@ -1109,9 +1109,9 @@ def parse_with_run(parser, argv):
             if args.total_timesteps or args.num_iterations:
                 options |= {"total_timesteps": None, "num_iterations": None}
             parser.set_defaults(**options)
-            args = parser.parse_args(argv)
+            own, args = parser.parse_args([]), parser.parse_args(argv)
             for name in sorted(options.keys() - MAY_CHANGE.split()):
-                if (value := options[name]) != getattr(args, name):
+                if (value := getattr(own, name)) != getattr(args, name):
                     name = name.replace("_", "-")
                     parser.error(f"argument --{name}: the run has {value}, which cannot change")
             make_model(args).load_state_dict(load_checkpoint(run_dir)["model"])

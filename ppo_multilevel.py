@@ -2174,10 +2174,10 @@ def parse_with_run(parser, argv):
             if any(getattr(args, name) for name in LENGTHS):
                 options |= dict.fromkeys(LENGTHS)
             parser.set_defaults(**options)
-            args = parser.parse_args(argv)
+            own, args = parser.parse_args([]), parser.parse_args(argv)
             free = MAY_ANALYSE if args.analyse else MAY_CHANGE + " eval_level" * bool(args.eval)
             for name in sorted(options.keys() - free.split()):
-                if (value := options[name]) != getattr(args, name):
+                if (value := getattr(own, name)) != getattr(args, name):
                     name = name.replace("_", "-")
                     parser.error(f"argument --{name}: the run has {value}, which cannot change")
             make_model(args).load_state_dict(load_checkpoint(run_dir)["model"])

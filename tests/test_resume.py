@@ -271,6 +271,17 @@ def test_options_that_resume_refuses(script, tmp_path, capsys):
 
 
 @SCRIPTS
+def test_run_that_was_started_in_another_way(script, tmp_path, monkeypatch):
+    """Its config.json may name the folder of all runs as older scripts did, from where they ran."""
+    monkeypatch.chdir(tmp_path)
+    run_dir = small_run(script, tmp_path, iterations=1).run_dir
+    config = json.loads((run_dir / "config.json").read_text())
+    config["options"]["log_dir"] = "."
+    (run_dir / "config.json").write_text(json.dumps(config))
+    assert script.parse_args(["--resume", run_dir.name]).log_dir == str(tmp_path)
+
+
+@SCRIPTS
 def test_games_whose_state_does_not_fit(script, tmp_path, capsys, monkeypatch):
     """As after an upgrade of a package: new episodes, and a line says why."""
     run_dir = small_run(script, tmp_path).run_dir
