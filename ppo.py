@@ -709,7 +709,7 @@ class Game:
         with suppress(Exception):  # whatever an env and its attributes raise
             states = [x.get_state() if kept is None else kept for x, kept in layers(self.env)]
             numbers, seen = {id(x): i for i, (x, _) in enumerate(layers(self.env))}, []
-            pickler = pickle.Pickler(file := io.BytesIO())  # numbers: of links back to these
+            pickler = pickle.Pickler(file := io.BytesIO())  # numbers: for links back to the env
             pickler.persistent_id = lambda x: seen.append(x) or numbers.get(id(x))
             pickler.dump([self.seed, *states])
             # EzPickle keeps how an env was made, not where it is; arrays lose what they share.
