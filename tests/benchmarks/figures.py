@@ -30,25 +30,30 @@ ATARI = {
 def climb():
     """The climb and the single levels, a panel per case, returns against simulation seconds."""
     figure, axes = plt.subplots(2, 3, figsize=(13, 7.5))
-    axes.flat[-1].axis("off")
+    names = "finest level alone,one coarser,two coarser,three coarser,four coarser".split(",")
     for case, ax in zip(TITLES, axes.flat):
         curves, labels = tables.recorded(case), tables.methods(case)
         shown = [run for run in curves if "-only-" in run or run == "v1-1level"]
         last = len(learn_ressim.COSTS[case])
-        for run in [f"{case}-climb", *shown]:
+        for run in [f"{case}-climb", *sorted(shown, reverse=True)]:
             below = last - int(run[-1]) if "-only-" in run else 0  # 0: the finest level
             style = {"color": f"C{below}", "lw": 1.2, "ls": "-" if below else "--"}
             style |= {"color": "gray"} if run == "v1-1level" else {}
-            style = {"color": "k", "lw": 2, "zorder": 9} if "climb" in run else style
+            name = {"v1-1level": "finest, the paper's numbers"}.get(run, names[below])
+            if "climb" in run:
+                name, style = "climb", {"color": "k", "lw": 2, "zorder": 9}
             for n, (seconds, returns) in enumerate(curves[run].values()):
-                ax.plot(seconds[1:], returns[1:], label=None if n else labels[run], **style)
+                ax.plot(seconds[1:], returns[1:], label=None if n else name, **style)
         bottom = np.mean([returns[0] for _, returns in curves[f"{case}-climb"].values()])
-        ax.set(xscale="log", title=TITLES[case], xlabel="simulation seconds (nominal)")
+        grids = [labels[f"{case}-only-{level}"].split()[0] for level in (1, last)]
+        title = f"{TITLES[case]}: {' to '.join(grids)} cells"
+        ax.set(xscale="log", title=title, xlabel="simulation seconds (nominal)")
         ax.set_ylim(bottom - 0.2 * abs(ax.get_ylim()[1] - bottom))
         ax.grid(alpha=0.3)
-        ax.legend(fontsize=8)
     for ax in axes[:, 0]:
         ax.set_ylabel("return on the finest grid")
+    axes.flat[-1].axis("off")
+    axes.flat[-1].legend(*axes.flat[0].get_legend_handles_labels(), loc="center", fontsize=12)
     return figure
 
 
