@@ -5,6 +5,7 @@
 The initial policy, seed 1, one core, the nominal costs of learn_ressim.py.
 """
 
+import argparse
 import csv
 import os
 import subprocess
@@ -37,6 +38,7 @@ def analyse(case, coupling):
 
 def main():
     """Analyse all cases, write the files."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for case, coupling in CASES:
         rows, command = analyse(case, coupling)
         origin = pairs.origin() | {"command": command}

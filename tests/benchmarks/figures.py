@@ -4,6 +4,7 @@
 are made if no name is given.
 """
 
+import argparse
 import sys
 from contextlib import closing
 
@@ -20,10 +21,11 @@ from tables import RESULTS, ROOT, TITLES, read  # noqa: E402
 sys.path.insert(0, str(ROOT))
 # Breakout, lowest and highest of three PPO runs after millions of steps (baselines-results, figure)
 PUBLISHED = {1: (15, 25), 2: (30, 48), 10: (245, 310)}
-ATARI = {
-    "Pong": ["Pong", "Pong-no-noops", "Pong-lr-5e-4", "Pong-16-games"],
-    "Breakout": ["Breakout", "Breakout-64-games"],
-    "Pong in float32": ["Pong", "Pong-fp32"],
+ATARI = {  # title: {run: its label}
+    "Pong": {"Pong": "defaults", "Pong-no-noops": "--noop-max 0"}
+    | {"Pong-lr-5e-4": "--learning-rate 5e-4", "Pong-16-games": "16 games, 3 epochs"},
+    "Breakout": {"Breakout": "defaults", "Breakout-64-games": "64 games, on a GPU"},
+    "Pong, by --precision": {"Pong": "bfloat16", "Pong-fp32": "float32"},
 }
 
 
@@ -104,17 +106,17 @@ def atari():
     """Curves of ppo_atari.py, a panel for each group of runs."""
     figure, axes = plt.subplots(1, 3, figsize=(16, 4.2))
     for ax, (title, names) in zip(axes, ATARI.items()):
-        for color, name in enumerate(names):
+        for color, (name, label) in enumerate(names.items()):
             for i, path in enumerate(sorted((RESULTS / "atari").glob(f"{name}__*.csv"))):
                 rows = [(r["global_step"], r["episodic_return"]) for r in read(path)]
                 steps, scores = np.array(rows, dtype=float).T
-                ax.plot(steps / 1e6, scores, f"C{color}", label=None if i else name)
+                ax.plot(steps / 1e6, scores, f"C{color}", label=None if i else label)
         if title == "Breakout":
             shown = [(x, *scores) for x, scores in PUBLISHED.items()]
             ax.vlines(*zip(*shown), color="gray", lw=4, label="openai/baselines-results")
         ax.set(title=title, xlabel="steps [millions]", ylabel="score of the last 100 games")
         ax.grid(alpha=0.3)
-        ax.legend(loc="upper left")
+        ax.legend(loc="lower right")
     return figure
 
 
@@ -173,7 +175,9 @@ def reservoir():
 
 def main():
     """Write results/<name>.png."""
-    for name in sys.argv[1:] or ("climb", "ressim", "ppo", "atari", "pictures"):
+    usual, parser = ("climb", "ressim", "ppo", "atari", "pictures"), argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", help=f"{', '.join(usual)} (the default); reservoir")
+    for name in parser.parse_args().names or usual:
         figure = globals()[name]()
         figure.tight_layout()
         figure.savefig(RESULTS / f"{name}.png", dpi=75)

@@ -9,6 +9,7 @@ three do in other ways. A row has the largest difference of our advantages from 
 their deviation, and of the weights after the update, over the largest way that one of them went.
 """
 
+import argparse
 import csv
 import sys
 import tempfile
@@ -159,24 +160,25 @@ def skrl(env, ent_coef, rows, weights):
 
 def main():
     """Compare, write the file."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     torch.set_num_threads(1)
     origin = pairs.origin("stable_baselines3", "skrl")
+    table = [["env", "peer", "advantages", "weights", *origin]]
+    for env, ent_coef in ENVS.items():
+        rows, weights, after_sb3 = sb3(env, ent_coef)
+        advantages, after = ours(env, ent_coef, rows, weights)
+        way = max(float((after[name] - weights[name]).abs().max()) for name in weights)
+        theirs = {"Stable-Baselines3": (rows["advantages"], after_sb3)}
+        theirs["skrl"] = skrl(env, ent_coef, rows, weights)
+        for peer, (their, then) in theirs.items():
+            our = ppo.normalised(advantages) if peer == "skrl" else advantages
+            error = float((our - their).abs().max() / our.std())
+            far = max(float((after[name] - then[name]).abs().max()) for name in weights)
+            row = [env, peer, f"{error:.1e}", f"{far / way:.1e}"]
+            table.append([*row, *origin.values()])
+            print(*row, flush=True)
     with RESULTS.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["env", "peer", "advantages", "weights", *origin])
-        for env, ent_coef in ENVS.items():
-            rows, weights, after_sb3 = sb3(env, ent_coef)
-            advantages, after = ours(env, ent_coef, rows, weights)
-            way = max(float((after[name] - weights[name]).abs().max()) for name in weights)
-            theirs = {"Stable-Baselines3": (rows["advantages"], after_sb3)}
-            theirs["skrl"] = skrl(env, ent_coef, rows, weights)
-            for peer, (their, then) in theirs.items():
-                our = ppo.normalised(advantages) if peer == "skrl" else advantages
-                error = float((our - their).abs().max() / our.std())
-                far = max(float((after[name] - then[name]).abs().max()) for name in weights)
-                row = [env, peer, f"{error:.1e}", f"{far / way:.1e}"]
-                writer.writerow([*row, *origin.values()])
-                print(*row, flush=True)
+        csv.writer(file).writerows(table)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Each of a script's functions below is timed from outside; "other" is what is lef
 advantages of the rollout.
 """
 
+import argparse
 import csv
 import functools
 import os
@@ -76,15 +77,16 @@ def profile(script, options):
 
 def main():
     """Profile all cases, write the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     parts, origin = ("games", "policy", "update", "log", "other"), pairs.origin()
+    rows = [["case", "steps_per_second", *parts, *origin]]
+    for case, (script, options) in CASES.items():
+        spent, steps, seconds = profile(script, options)
+        row = [case, round(steps / seconds), *(f"{spent[p] / seconds:.3f}" for p in parts)]
+        rows.append([*row, *origin.values()])
+        print(row)
     with RESULTS.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["case", "steps_per_second", *parts, *origin])
-        for case, (script, options) in CASES.items():
-            spent, steps, seconds = profile(script, options)
-            row = [case, round(steps / seconds), *(f"{spent[p] / seconds:.3f}" for p in parts)]
-            writer.writerow([*row, *origin.values()])
-            print(row)
+        csv.writer(file).writerows(rows)
 
 
 if __name__ == "__main__":

@@ -98,8 +98,11 @@ def rollout_of_pairs(real, rule, model, pool, level, T, args, generator):
 
 def main():
     """Run the command line."""
-    args = ml.parse_args(sys.argv[2:])
-    rule = {"multigrid": Multigrid, "pairs": Pairs}[sys.argv[1]](args)
+    rules, parser = {"multigrid": Multigrid, "pairs": Pairs}, argparse.ArgumentParser()
+    parser.add_argument("rule", choices=rules, help="then options of ppo_multilevel.py")
+    chosen, options = parser.parse_known_args()
+    args = ml.parse_args(options)
+    rule = rules[chosen.rule](args)
     if type(rule) is Pairs:  # games with partners on all levels, which a climb does not make
         make_pool = ml.make_pool
         ml.rollout = functools.partial(rollout_of_pairs, ml.rollout, rule)

@@ -27,11 +27,11 @@ JOBS = {
     "profile": ("where the time goes, by part", "3 minutes", "profile_parts.py"),
     "analyse": ("which levels pay, by --analyse", "5 minutes", "analyse.py"),
     "ranks": ("workers and ranks", "10 minutes", "scale_ranks.py"),
-    "learn-ppo": ("learning runs of ppo.py", "2 hours", "learn_ppo.py --jobs 2"),
+    "learn-ppo": ("learning runs of ppo.py", "1 hour", "learn_ppo.py --jobs 2"),
     "learn-atari": ("learning runs of ppo_atari.py", "days", "learn_atari.py"),
     "learn-climb": (
         "the climb and what it is compared with",
-        "13 hours",
+        "15 hours",
         "learn_ressim.py --jobs 2",
     ),
     "costs": ("what a step of each level costs", "5 minutes", "speed_ressim.py --costs"),

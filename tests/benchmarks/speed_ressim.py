@@ -14,6 +14,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import argparse
 import csv
 import subprocess
 import sys
@@ -108,8 +109,11 @@ def iteration_seconds(rows):
 
 def main():
     """Measure, print and write RESULTS."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--costs", action="store_true", help="measure level_costs.csv only")
+    costs = parser.parse_args().costs
     ppo_multilevel.keep_freed_memory()  # as in training
-    if "--costs" in sys.argv:
+    if costs:
         return level_costs()
     table, origin = [], pairs.origin()
     for level in (5, 4, 3, 2, 1):
