@@ -15,7 +15,7 @@ Each iteration runs the policy π_old for T steps in N games, then takes K epoch
     Â_t = δ_t + γλ (1 − done_t) Â_{t+1},   R_t = Â_t + V(s_t)           PPO, Eq. (11); GAE, Eq. (16)
     r_t(θ) = π_θ(a_t|s_t) / π_old(a_t|s_t)                                           PPO, Sec. 3
     L^CLIP(θ) = E[min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)]                       PPO, Eq. (7)
-    loss = E[−L^CLIP + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]                  PPO, Eq. (9)
+    loss = E[−L^CLIP + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]      PPO, Eq. (9), but for the ½
            + β E[KL(π_old(·|s_t), π_θ(·|s_t))], with --kl-coef                       PPO, Eq. (8)
 
 V(s) predicts the discounted sum of rewards from observation s on, Â_t how much more a_t brought, by
@@ -254,7 +254,7 @@ def losses(model, batch, clip_coef, clip_vloss):
     ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
-    # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
+    # PPO, Eq. (9), second term, halved: ½ (V_θ(s_t) − R_t)²
     v_loss = (values - returns).square()
     if clip_vloss:  # or ½ (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², the larger: not in the paper
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
@@ -821,9 +821,9 @@ class WorkerPool:
         return answers
 
     def close(self):
-        """Close the games and end the processes, also those that do not answer."""
+        """Close the games and end the processes, also those that do not answer in time."""
         self.games is None or self.games.call("close")
-        end = time.monotonic() + 5
+        end = time.monotonic() + (5 if sys.exc_info()[0] is KeyboardInterrupt else 30)
         with ExitStack() as stack:  # its end, reached by Ctrl-C too, kills whoever does not
             for pipe, process in self.workers:
                 stack.callback(process.join)
@@ -832,6 +832,7 @@ class WorkerPool:
                     pipe.send(("close",))
             for _, process in self.workers:
                 process.join(max(0, end - time.monotonic()))
+            any(p.is_alive() for _, p in self.workers) and report("killed: workers with busy games")
 
 
 def work(pipe, make_games, rows, shared):
@@ -1117,8 +1118,9 @@ def evaluate_run(args):
     with closing(make_eval_pool(args, model)) as pool:
         returns, cut = evaluate(model, pool, generator)
         inputs = {name: pool.arrays[name][:1] for name in model.inputs if name != "starts"}
-    of = f"of {pool.games.games[0].name}" + f", {cut} cut off at {EVAL_STEPS:,} steps" * (cut > 0)
-    print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {len(returns)} episodes {of}")
+    of = args.env + (f" level {args.eval_level}" if "eval_level" in args else "")
+    of += f", {cut} cut off at {EVAL_STEPS:,} steps" * (cut > 0)
+    print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {len(returns)} episodes of {of}")
     if args.export_onnx:
         export_onnx(run_dir / "policy.onnx", model, inputs)
         print(f"policy: {run_dir / 'policy.onnx'}")

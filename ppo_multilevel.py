@@ -15,7 +15,7 @@ Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), algor
 Dixit's "Implementation of multilevel PPO in Stable Baselines 3"; "PPO", Â_t, R_t, r_t(θ): `ppo.py`.
 
     L_a = −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)                               PPO, Eq. (7)
-    ℓ = L_a + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))                            PPO, Eq. (9)
+    ℓ = L_a + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))                PPO, Eq. (9), but for the ½
     loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}],  ℓ̃^0 = 0                                      ML, Algorithm 4
 
 The loss is a signed, weighted sum: a row of a level's own simulation weighs +1/M^l, one of its
@@ -30,7 +30,8 @@ action a^L, by default it is mapped when an episode starts and acts itself, with
 A simulation is a class or function `make(level, evaluation=False, validation=False)` of Gymnasium
 envs, spaces and rewards (means, not sums) the same on all levels; the last two, if known, ask for
 starts of their own. For pairs: `psi()`, state → observation, and `map_from(other)`, to take over
-another level's state (else one seed starts both); static `step_batch(envs, actions)`.
+another level's state (else one seed starts both); static `step_batch(envs, actions)` returns
+arrays of observations, rewards, terminated, truncated.
 
 Shapes: L levels, T^l steps, N actors, B minibatches of M^l rows, D observation, A action entries.
 """
@@ -283,7 +284,7 @@ def losses(model, batch, clip_coef, clip_vloss):
     ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
-    # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
+    # PPO, Eq. (9), second term, halved: ½ (V_θ(s_t) − R_t)²
     v_loss = (values - returns).square()
     if clip_vloss:  # or ½ (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², the larger: not in the paper
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
@@ -890,7 +891,7 @@ class Game:
             self.compared.add(name)
             psi = np.asarray(self.env.unwrapped.psi())
             if psi.shape != np.shape(obs) or not np.allclose(obs, psi, 1e-4, 1e-6, equal_nan=True):
-                raise ValueError("an observation is not psi()")
+                raise ValueError("an observation is not psi(): noise in it, or a wrapper?")
         self.arrays[name][self.n] = obs
 
     def get_state(self):
@@ -1017,11 +1018,20 @@ class Games:
                 game.record(*game.env.step(action)[:4])
         self.arrays[m]["steps"][self.rows] += 1
 
+    def picture(self):
+        """Return the picture of the first game, see `Game`."""
+        return self.games[0].picture
+
     def close(self):
-        """Close all envs."""
+        """Close all envs, also after one that fails in it."""
+        failure = None
         for game in sum(self.members, []):
-            self.busy = game, "close"
-            game.env.close()
+            try:
+                game.env.close()
+            except Exception as error:
+                self.busy, failure = (game, "close"), error
+        if failure:
+            raise failure
 
 
 def members(arrays):
@@ -1055,6 +1065,7 @@ def measured_costs(args, model):
                 level == 0 and update(model, make_optimizer(model), batch, plan, args, generator)
             simulated = float(seconds.sum()) / max(1, len(pool.workers))
             costs.insert(0, simulated / len(batch["obs"]))
+        costs[0] > 1.5 * costs[:2][-1] and report("level 1 costs most: slow reset? --level-costs")
         return [*costs, max(0.0, time.perf_counter() - started - simulated)]
 
 
@@ -1132,9 +1143,9 @@ class WorkerPool:
         return answers
 
     def close(self):
-        """Close the games and end the processes, also those that do not answer."""
+        """Close the games and end the processes, also those that do not answer in time."""
         self.games is None or self.games.call("close")
-        end = time.monotonic() + 5
+        end = time.monotonic() + (5 if sys.exc_info()[0] is KeyboardInterrupt else 30)
         with ExitStack() as stack:  # its end, reached by Ctrl-C too, kills whoever does not
             for pipe, process in self.workers:
                 stack.callback(process.join)
@@ -1143,6 +1154,7 @@ class WorkerPool:
                     pipe.send(("close",))
             for _, process in self.workers:
                 process.join(max(0, end - time.monotonic()))
+            any(p.is_alive() for _, p in self.workers) and report("killed: workers with busy games")
 
 
 def work(pipe, make_games, rows, shared):
@@ -1349,7 +1361,7 @@ class Run(AbstractContextManager):
             returns, cut = self.evaluated
             if not self.signal:  # which would have cut it short
                 row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
-            if (picture := self.eval_pool.games.games[0].picture) is not None:
+            if (picture := self.eval_pool.call("picture")[0]) is not None:
                 self.events.add_image("eval/end", picture, row["global_step"], dataformats="HWC")
         self.writer.writerow(row)
         for name, tag in (TAGS | {name: name for name in row if name not in COLUMNS}).items():
@@ -1459,7 +1471,8 @@ ROUNDS, REPEATS = 10, 2  # an analysis plays ROUNDS · N episodes, in pairs REPE
 def make_eval_pool(args, model, episodes=None, **options):
     """Return the pool of evaluation games; its arrays are those of the only member, (E, ...)."""
     seeds = EVAL_SEED + np.arange(episodes or args.eval_episodes)[np.newaxis]
-    pool = make_pool(args, model, seeds, 0, [args.eval_level], evaluation=True, **options)
+    workers, options["evaluation"] = 0 if episodes else args.num_workers, True
+    pool = make_pool(args, model, seeds, workers, [args.eval_level], **options)
     pool.arrays = members(pool.arrays)[0]
     return pool
 
@@ -1497,8 +1510,9 @@ def evaluate_run(args):
     with closing(make_eval_pool(args, model)) as pool:
         returns, cut = evaluate(model, pool, generator)
         inputs = {name: pool.arrays[name][:1] for name in model.inputs if name != "starts"}
-    of = f"of {pool.games.games[0].name}" + f", {cut} cut off at {EVAL_STEPS:,} steps" * (cut > 0)
-    print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {len(returns)} episodes {of}")
+    of = args.env + (f" level {args.eval_level}" if "eval_level" in args else "")
+    of += f", {cut} cut off at {EVAL_STEPS:,} steps" * (cut > 0)
+    print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {len(returns)} episodes of {of}")
     if args.export_onnx:
         export_onnx(run_dir / "policy.onnx", model, inputs)
         print(f"policy: {run_dir / 'policy.onnx'}")
@@ -1684,6 +1698,9 @@ def play(model, levels, args, generator):
             pool.call("start", None, number % R == 0)  # R times from the same starts
             if number % R and not np.allclose(rows[0]["obs"], games["obs"], 1e-4, 1e-6, True):
                 raise GameError(f"level {name}: starts from one seed differ: README, Randomness")
+            c, f = games["obs"][0], games["obs"][-1]  # (N, D); about as far from their means?
+            alike = ((c - c.mean(0)) * (f - f.mean(0))).sum() >= 0.5 * f.var(0).sum() * N
+            number or alike or report(f"level {name}: pairs start unlike: README, Randomness")
             rows, going = [], np.ones((L, N), bool)
             while going.any() and len(rows) < EVAL_STEPS:
                 row = {"own": going, "obs": games["obs"].copy()}

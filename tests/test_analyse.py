@@ -304,3 +304,21 @@ def test_starts_that_are_not_of_the_seed(reset, tmp_path, capsys, monkeypatch):
     assert ml.main() == ("seed" not in reset)
     error = capsys.readouterr().err
     assert ("error: level 1 or 2: starts from one seed differ" in error) == ("seed" not in reset)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_pairs_that_start_unlike(told, monkeypatch, tmp_path, capsys):
+    """A seed that is not one state on both levels is told if, without map_from, it starts both."""
+
+    class Drawn(envs.Levels):
+        map_from = property()  # hasattr says no
+
+        def reset(self, **options):
+            super().reset(**options)
+            self.np_random.random(self.level * told)  # another number on each level
+            self.state = self.np_random.normal(size=2)
+            return self.psi(), {}
+
+    words = ["--analyse", "--env", install(monkeypatch, Drawn), "--levels", "2", "3", *SMALL]
+    ml.analyse(ml.parse_args([*words, "--log-dir", str(tmp_path)]))
+    assert ("level 2 or 3: pairs start unlike" in capsys.readouterr().err) == told

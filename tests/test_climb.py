@@ -557,6 +557,22 @@ def test_measured_costs(monkeypatch, num_workers):
     assert ml.measured_costs(args, ml.make_model(args))[:2] == [1 / min(2, num_workers)] * 2
 
 
+@pytest.mark.parametrize("coarse, told", [(0.1, False), (1.4, False), (1.6, True)])
+def test_coarse_steps_that_cost_more_are_told(monkeypatch, capsys, coarse, told):
+    """Resets count on the coarsest level only: slow ones make it look dear, and the climb leave."""
+    args = ml.parse_args([*MADE, "--num-steps", "4"])
+    rollout = ml.rollout
+
+    def timed(model, pool, level, T, *rest):
+        result = rollout(model, pool, level, T, *rest)
+        pool.arrays["seconds"][:] = T * (1 if level else coarse)
+        return result
+
+    monkeypatch.setattr(ml, "rollout", timed)
+    ml.measured_costs(args, ml.make_model(args))
+    assert ("slow reset? --level-costs" in capsys.readouterr().err) == told
+
+
 def test_measured_update(monkeypatch):
     """An update costs what all of its epochs do, without what the first one does once."""
     args, limits = ml.parse_args([*MADE, "--num-steps", "4"]), []

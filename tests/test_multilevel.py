@@ -558,7 +558,7 @@ def test_cost_of_one_level(tmp_path, num_workers):
 def test_evaluation_uses_other_fields_and_the_finest_level():
     """Evaluation games are on --eval-level, each on another evaluation field."""
     args = ml.parse_args(["--levels", "1", "--num-steps", "5", "--eval-level", "3", "--env"]
-                         + ["ResSim-v1", "--eval-episodes", "16"])  # fmt: skip
+                         + ["ResSim-v1", "--num-workers", "0"])  # fmt: skip
     pool = ml.make_eval_pool(args, ml.make_model(args))
     pool.call("start")
     envs = [game.env for game in pool.games.games]
@@ -567,6 +567,38 @@ def test_evaluation_uses_other_fields_and_the_finest_level():
     for env in envs:
         assert env.grid.shape == (32, 32) and env.fields == 1
         assert not any(np.array_equal(env.grid.perm[env.field], k) for k in training)
+
+
+def test_evaluation_in_workers():
+    """Workers share the episodes; returns and the picture are those of one process."""
+    args = ml.parse_args("--env ResSim-v1 --levels 1 --eval-episodes 5".split())
+    model, seen = ml.make_model(args), []
+    for args.num_workers in (0, 2):
+        with ml.closing(ml.make_eval_pool(args, model, render_mode="rgb_array")) as pool:
+            assert len(pool.workers) == args.num_workers
+            returns, _ = ml.evaluate(model, pool)
+            seen.append((returns, pool.call("picture")[0]))
+    assert all(np.array_equal(*pair) for pair in zip(*seen)) and seen[0][1].shape == (256, 256, 3)
+
+
+def test_all_envs_are_closed(monkeypatch):
+    """Also after one that fails in it, which the error names."""
+    closed = []
+
+    class Closing(envs.Levels):
+        def close(self):
+            closed.append(self)
+            if len(closed) == 6:  # the first four are those that parse_args and make_model look at
+                raise RuntimeError("broken on purpose")
+
+    name = install(monkeypatch, Closing)
+    args = ml.parse_args(["--env", name, "--levels", "1", "2", "--num-envs", "2"])
+    _, pool = started(args)
+    assert len(closed) == 4 - 1
+    with pytest.raises(ml.GameError, match=rf"level 1 \(seed {pool.games.games[1].seed}\).* close"):
+        pool.close()
+    games = [game.env for actor in pool.games.members for game in actor]
+    assert closed[-4:] == games
 
 
 def test_simulation_that_gives_nan(monkeypatch, tmp_path):

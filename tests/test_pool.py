@@ -560,6 +560,31 @@ def test_programs_of_games_end(script, how):
     assert len(pids) == 4 and wait_until(lambda: not any(map(alive, pids)), 10)
 
 
+class Slow:
+    """A game that takes `seconds` to close, or for whatever else it shall do."""
+
+    def __init__(self, seconds, rows, _):
+        self.seconds = seconds
+
+    def call(self, command):
+        time.sleep(self.seconds)
+
+
+@linux
+@only(ppo)  # the pool is the same text in all scripts
+@pytest.mark.parametrize("error, seconds", [(None, 6), (KeyboardInterrupt, 60)])
+def test_close_waits(script, capsys, error, seconds):
+    """Games have half a minute to close, but five seconds after Ctrl-C; it is told if it ends."""
+    pool = script.WorkerPool(functools.partial(Slow, seconds), {}, 2, 2)
+    started = time.monotonic()
+    with suppress(KeyboardInterrupt), closing(pool):
+        if error:
+            raise error
+    assert 5 <= time.monotonic() - started < 10
+    assert ("killed: workers with busy games" in capsys.readouterr().err) == bool(error)
+    assert [process.exitcode for _, process in pool.workers] == [-9 if error else 0] * 2
+
+
 def end_run(script, how, log_dir):
     """Start a run without end, wait until it trains, do `how` to it. Returns what is left."""
     command = [sys.executable, str(ROOT / f"{script.__name__}.py"), "--env", GOOD[script]]
