@@ -583,22 +583,22 @@ def test_evaluation_in_workers():
 
 def test_all_envs_are_closed(monkeypatch):
     """Also after one that fails in it, which the error names."""
-    closed = []
+    closed, broken = [], []
 
     class Closing(envs.Levels):
         def close(self):
             closed.append(self)
-            if len(closed) == 6:  # the first four are those that parse_args and make_model look at
+            if self in broken:
                 raise RuntimeError("broken on purpose")
 
     name = install(monkeypatch, Closing)
-    args = ml.parse_args(["--env", name, "--levels", "1", "2", "--num-envs", "2"])
-    _, pool = started(args)
-    assert len(closed) == 4 - 1
-    with pytest.raises(ml.GameError, match=rf"level 1 \(seed {pool.games.games[1].seed}\).* close"):
+    _, pool = started(ml.parse_args(["--env", name, "--levels", "1", "2", "--num-envs", "2"]))
+    broken.append(pool.games.games[1].env)
+    closed.clear()
+    with pytest.raises(ml.GameError, match=r"level 1 \(seed 1\) failed in close.*on purpose"):
         pool.close()
-    games = [game.env for actor in pool.games.members for game in actor]
-    assert closed[-4:] == games
+    assert closed == [game.env for member in pool.games.members for game in member]
+    assert len(closed) == 4
 
 
 def test_simulation_that_gives_nan(monkeypatch, tmp_path):
