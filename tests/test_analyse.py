@@ -306,8 +306,8 @@ def test_starts_that_are_not_of_the_seed(reset, tmp_path, capsys, monkeypatch):
     assert ("error: level 1 or 2: starts from one seed differ" in error) == ("seed" not in reset)
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_pairs_that_start_unlike(told, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("drawn, told", [(True, False), (True, True), (False, False)])
+def test_pairs_that_start_unlike(drawn, told, monkeypatch, tmp_path, capsys):
     """A seed that is not one state on both levels is told if, without map_from, it starts both."""
 
     class Drawn(envs.Levels):
@@ -317,7 +317,12 @@ def test_pairs_that_start_unlike(told, monkeypatch, tmp_path, capsys):
             super().reset(**options)
             self.np_random.random(self.level * told)  # another number on each level
             self.state = self.np_random.normal(size=2)
+            if not drawn:  # one start, on each level a little else: no unlike pairs
+                self.state = np.array([0.1, 0.3]) * (1 + 0.01 * self.level)
             return self.psi(), {}
+
+        def psi(self):
+            return self.state.astype(np.float32)
 
     words = ["--analyse", "--env", install(monkeypatch, Drawn), "--levels", "2", "3", *SMALL]
     ml.analyse(ml.parse_args([*words, "--log-dir", str(tmp_path)]))

@@ -559,7 +559,7 @@ def test_measured_costs(monkeypatch, num_workers):
 
 @pytest.mark.parametrize("coarse, told", [(0.1, False), (1.4, False), (1.6, True)])
 def test_coarse_steps_that_cost_more_are_told(monkeypatch, capsys, coarse, told):
-    """Resets count on the coarsest level only: slow ones make it look dear, and the climb leave."""
+    """Resets count on the coarsest level only: slow ones make it look dear."""
     args = ml.parse_args([*MADE, "--num-steps", "4"])
     rollout = ml.rollout
 

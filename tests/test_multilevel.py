@@ -581,7 +581,8 @@ def test_evaluation_in_workers():
     assert all(np.array_equal(*pair) for pair in zip(*seen)) and seen[0][1].shape == (256, 256, 3)
 
 
-def test_all_envs_are_closed(monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_all_envs_are_closed(monkeypatch, error):
     """Also after one that fails in it, which the error names."""
     closed, broken = [], []
 
@@ -589,7 +590,7 @@ def test_all_envs_are_closed(monkeypatch):
         def close(self):
             closed.append(self)
             if self in broken:
-                raise RuntimeError("broken on purpose")
+                raise error("broken on purpose")
 
     name = install(monkeypatch, Closing)
     _, pool = started(ml.parse_args(["--env", name, "--levels", "1", "2", "--num-envs", "2"]))

@@ -561,7 +561,7 @@ def test_programs_of_games_end(script, how):
 
 
 class Slow:
-    """A game that takes `seconds` to close, or for whatever else it shall do."""
+    """Games that take `seconds` for every command, `close` too."""
 
     def __init__(self, seconds, rows, _):
         self.seconds = seconds
@@ -574,7 +574,7 @@ class Slow:
 @only(ppo)  # the pool is the same text in all scripts
 @pytest.mark.parametrize("error, seconds", [(None, 6), (KeyboardInterrupt, 60)])
 def test_close_waits(script, capsys, error, seconds):
-    """Games have half a minute to close, but five seconds after Ctrl-C; it is told if it ends."""
+    """Games have half a minute to close, but five seconds after Ctrl-C; who is killed is told."""
     pool = script.WorkerPool(functools.partial(Slow, seconds), {}, 2, 2)
     started = time.monotonic()
     with suppress(KeyboardInterrupt), closing(pool):

@@ -38,7 +38,7 @@ def analyse(case, coupling):
 
 def main():
     """Analyse all cases, write the files."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     for case, coupling in CASES:
         rows, command = analyse(case, coupling)
         origin = pairs.origin() | {"command": command}

@@ -160,7 +160,7 @@ def skrl(env, ent_coef, rows, weights):
 
 def main():
     """Compare, write the file."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     torch.set_num_threads(1)
     origin = pairs.origin("stable_baselines3", "skrl")
     table = [["env", "peer", "advantages", "weights", *origin]]

@@ -77,7 +77,7 @@ def profile(script, options):
 
 def main():
     """Profile all cases, write the table."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     parts, origin = ("games", "policy", "update", "log", "other"), pairs.origin()
     rows = [["case", "steps_per_second", *parts, *origin]]
     for case, (script, options) in CASES.items():

@@ -109,7 +109,7 @@ def iteration_seconds(rows):
 
 def main():
     """Measure, print and write RESULTS."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--costs", action="store_true", help="measure level_costs.csv only")
     costs = parser.parse_args().costs
     ppo_multilevel.keep_freed_memory()  # as in training

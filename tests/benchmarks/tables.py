@@ -6,6 +6,7 @@ A table stands between `<!-- table NAME -->` and `<!-- end -->`; NAME is a funct
 compares them with the results.
 """
 
+import argparse
 import csv
 import json
 import re
@@ -438,5 +439,6 @@ def filled(text):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     for page in PAGES:
         page.write_text(filled(page.read_text()))
