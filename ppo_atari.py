@@ -700,7 +700,7 @@ class WorkerPool:
         return answers
 
     def close(self):
-        """Close the games and end the processes, also those that do not answer in time."""
+        """Close the games and end the processes, after 30 seconds (Ctrl-C: 5) busy ones too."""
         self.games is None or self.games.call("close")
         end = time.monotonic() + (5 if sys.exc_info()[0] is KeyboardInterrupt else 30)
         with ExitStack() as stack:  # its end, reached by Ctrl-C too, kills whoever does not

@@ -1144,7 +1144,7 @@ class WorkerPool:
         return answers
 
     def close(self):
-        """Close the games and end the processes, also those that do not answer in time."""
+        """Close the games and end the processes, after 30 seconds (Ctrl-C: 5) busy ones too."""
         self.games is None or self.games.call("close")
         end = time.monotonic() + (5 if sys.exc_info()[0] is KeyboardInterrupt else 30)
         with ExitStack() as stack:  # its end, reached by Ctrl-C too, kills whoever does not
@@ -1699,8 +1699,8 @@ def play(model, levels, args, generator):
             pool.call("start", None, number % R == 0)  # R times from the same starts
             if number % R and not np.allclose(rows[0]["obs"], games["obs"], 1e-4, 1e-6, True):
                 raise GameError(f"level {name}: starts from one seed differ: README, Randomness")
-            c, f = games["obs"][[0, -1]].astype(float)  # (N, D); about as far from their means?
-            if number == 0 and ((c - c.mean(0)) * (f - f.mean(0))).sum() < 0.5 * f.var(0).sum() * N:
+            c, f = (x - x.mean(axis=0) for x in games["obs"][[0, -1]].astype(float))  # (N, D)
+            if number == 0 and (c * f).sum() < 0.5 * (f * f).sum():  # not as far from their means
                 report(f"level {name}: pairs start unlike: README, Randomness")
             rows, going = [], np.ones((L, N), bool)
             while going.any() and len(rows) < EVAL_STEPS:

@@ -61,13 +61,13 @@ def step_seconds(case, level, actors=25, episodes=5, steps=5):
 def level_costs():
     """Write results/level_costs.csv: what a step of each level costs, all in one run."""
     origin = pairs.origin()
+    rows = [["case", "level", "ms", *origin]]
+    for case, levels in {"ResSim-v1": 5, "ResSim-v2": 4, "rod": 4}.items():
+        for level in range(1, levels + 1):
+            ms = 1e3 * np.median(step_seconds(case, level)) / 25
+            rows.append([case, level, f"{ms:.3g}", *origin.values()])
     with RESULTS.with_name("level_costs.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["case", "level", "ms", *origin])
-        for case, levels in {"ResSim-v1": 5, "ResSim-v2": 4, "rod": 4}.items():
-            for level in range(1, levels + 1):
-                ms = 1e3 * np.median(step_seconds(case, level)) / 25
-                writer.writerow([case, level, f"{ms:.3g}", *origin.values()])
+        csv.writer(file).writerows(rows)
 
 
 def memory(pid):
