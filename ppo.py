@@ -89,7 +89,7 @@ def make_parser():
     option("--adaptive-lr", positive, None, "adapt the rate to this KL, not annealed; 0.01 usual")
     option("--value-learning-rate", positive, None, "of V, if not --learning-rate")
     option("--rnn", str, None, "memory in front of the hidden layers", choices=("gru", "lstm"))
-    option("--rnn-size", number(int, 1, 10_000), 64, "width of the memory")
+    option("--rnn-size", number(int, 1, 10_000), 64, "width of the memory; with --rnn B divides N")
     return parser
 
 
@@ -122,7 +122,7 @@ def add_common_options(parser):
     option("--anneal-lr", bool, True, "lower the learning rate linearly to 0 over the run")
     option("--gamma", fraction, 0.99, "γ, discount per step; 0.9 to 0.9997 usual")
     option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
-    option("--num-minibatches", count, 4, "B, minibatches per epoch; divides N · T rows; --rnn: N")
+    option("--num-minibatches", count, 4, "B, minibatches per epoch; divides N · T rows")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
     option("--norm-adv", str, "minibatch", "normalise Â in", choices=("minibatch", "batch", "off"))
     option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
@@ -184,8 +184,8 @@ def rollout(model, pool, args, generator):
         for name in results:  # what came of it
             buffer[name][t] = arrays[name]
     for name in ("next_obs", "rewards", "obs"):
-        for t, n, *_ in np.argwhere(~(np.abs(buffer[name]) < 1e15)):  # so that squares fit float32
-            raise GameError(f"NaN or over 1e15 in {name} of game {n}, step {t} of the rollout")
+        for t, n, *i in np.argwhere(~(abs(buffer[name]) < 1e15)).tolist():  # squares fit float32
+            raise GameError(f"NaN or over 1e15 in {name}{i or ''} of game {n}, step {t}")
     ended, *ends = gathered({k: torch.from_numpy(buffer.pop(k)) for k in ends}).values()
     episodes = [*zip(*(column[ended].tolist() for column in ends))]
     buffer = {name: torch.from_numpy(a).to(model.device) for name, a in buffer.items()}

@@ -117,7 +117,7 @@ def add_common_options(parser):
     option("--anneal-lr", bool, True, "lower the learning rate linearly to 0 over the run")
     option("--gamma", fraction, 0.99, "γ, discount per step; 0.9 to 0.9997 usual")
     option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
-    option("--num-minibatches", count, 4, "B, minibatches per epoch; divides N · T rows; --rnn: N")
+    option("--num-minibatches", count, 4, "B, minibatches per epoch; divides N · T rows")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
     option("--norm-adv", str, "minibatch", "normalise Â in", choices=("minibatch", "batch", "off"))
     option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")

@@ -101,8 +101,8 @@ def make_parser():
     text += "together also 'T auto': T on the coarsest level, the rest by costs and variances"
     option("--num-steps", or_auto(number(int, 1, 100_000)), [50], text, nargs="+")
     option("--control", or_auto(fraction), "auto", "β of coarse rows; 1: the paper; auto: measured")
-    option("--total-cost", positive, None, "finest-level steps; None: by --env, in a climb 100 N T")
-    text = "seconds of a step on each level, all workers together, and of an update; None: measured"
+    option("--total-cost", positive, None, "finest-level steps; None: climbs by --env or 100 N T")
+    text = "seconds of a step of each level / number of workers, and of an update; None: measured"
     option("--level-costs", positive, None, text, nargs="+")
     option("--check-episodes", number(int, 2, 100_000), 16, "of each check of a climb")
     text = "no training: print which levels pay, by this run's policy or else by the initial one"
@@ -147,7 +147,7 @@ def add_common_options(parser):
     option("--anneal-lr", bool, True, "lower the learning rate linearly to 0 over the run")
     option("--gamma", fraction, 0.99, "γ, discount per step; 0.9 to 0.9997 usual")
     option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
-    option("--num-minibatches", count, 4, "B, minibatches per epoch; divides N · T rows; --rnn: N")
+    option("--num-minibatches", count, 4, "B, minibatches per epoch; divides N · T rows")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
     option("--norm-adv", str, "minibatch", "normalise Â in", choices=("minibatch", "batch", "off"))
     option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
@@ -227,8 +227,9 @@ def finish(model, buffer, level, noise=None):
     """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs, by passes
     over all steps here, so that the rollout runs the policy only, with this `noise` if given."""
     for name in ("next_obs", "rewards", "obs"):
-        for t, n, *_ in np.argwhere(~(np.abs(buffer[name]) < 1e15)):  # so that squares fit float32
-            raise GameError(f"NaN or over 1e15 in {name} of level {level}, actor {n}, step {t}")
+        for t, n, *i in np.argwhere(~(abs(buffer[name]) < 1e15)).tolist():  # squares fit float32
+            where = f"{name}{i or ''} of level {level}"
+            raise GameError(f"NaN or over 1e15 in {where}, actor {n}, step {t}")
     buffer = {name: torch.from_numpy(a).to(model.device) for name, a in buffer.items()}
     pi, values = model(**{name: buffer[name] for name in model.inputs})
     if noise is not None:  # which it acts by, but for ties
@@ -293,42 +294,6 @@ def losses(model, batch, clip_coef, clip_vloss):
 
 
 # ------------------------------------------------------------------------------------ update
-class Plan(NamedTuple):
-    """What an iteration does."""
-
-    levels: list  # indices, coarse to fine
-    num_steps: list  # T^l on each
-    controls: list  # control weight β_l of the partner, for each but the first
-    refit: bool = False  # whether to fit the values' last layer first, see `refit_values`
-
-
-def signed_weights(num_steps, num_envs, num_minibatches, controls):
-    """Return a minibatch's weights, rows as `minibatches` gives them: the mean of the S weighted
-    rows is the telescoping sum. With control variates E ℓ^L = E[ℓ^L − β_L ℓ̃^{L−1}] + β_L E ℓ^{L−1},
-    for any β if E ℓ̃ = E ℓ, and so on down. So with b_l = β_{l+1} ... β_L level l's own rows weigh
-    +S b_l / M^l, its partners' −S β_l b_l / M^l; all β = 1: ML, Algorithm 4, line 16."""
-    sizes = [num_envs * T // num_minibatches for T in num_steps]  # M^l
-    total, weights = 2 * sum(sizes) - sizes[0], []
-    for l, M in enumerate(sizes):  # noqa: E741, the paper's l
-        own = total * math.prod(controls[l:]) / M
-        rows = [-own * controls[l - 1], own] if l > 0 else [own]
-        weights += [torch.full((M,), weight) for weight in rows]
-    return torch.cat(weights)  # (S,)
-
-
-def minibatches(num_steps, num_envs, num_minibatches, generator):
-    """Return the row numbers of an epoch's minibatches, (B, S): ML, Algorithm 6. The rows of all
-    members lie one after the other: own¹, sync², own², sync³, own³, ... A minibatch has M^l rows of
-    level l, and the partner's rows of the same actors and steps."""
-    rows, start = [], 0
-    for level, T in enumerate(num_steps):
-        shuffled = torch.randperm(num_envs * T, generator=generator).view(num_minibatches, -1)
-        for _ in range(2 if level else 1):
-            rows.append(shuffled + start)
-            start += num_envs * T
-    return torch.cat(rows, dim=1)
-
-
 def update(model, optimizer, batch, plan, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     assert all(p.grad._base is model.gradient for p in model.parameters()), "see make_optimizer"
@@ -338,7 +303,7 @@ def update(model, optimizer, batch, plan, args, generator):
     weights = signed_weights(*sizes, plan.controls).to(batch["obs"].device)[own]
     # Literally, a partner's row is +min(r Ã, clip(r) Ã): its ratio may take the sum to −∞. Bounded,
     # it is −min(−r Ã, −clip(r) Ã), PPO's bound for −Ã, with the same gradient at π_old; and the
-    # value function fits the rows of positive weight.
+    # value function fits the rows of positive weight, which have Σ_l b_l in all, not 1.
     bounded = args.correction == "bounded"
     term_weights = (1, weights.clamp(min=0), weights) if bounded else (weights, weights, weights)
     coarsest = args.num_envs * num_steps[0]  # number of the coarsest level's rows
@@ -380,12 +345,49 @@ def normalised(advantages, coarsest):
     return (advantages - mean) / (std + 1e-8)
 
 
+class Plan(NamedTuple):
+    """What an iteration does."""
+
+    levels: list  # indices, coarse to fine
+    num_steps: list  # T^l on each
+    controls: list  # control weight β_l of the partner, for each but the first
+    refit: bool = False  # whether to fit the values' last layer first, see `refit_values`
+
+
+def signed_weights(num_steps, num_envs, num_minibatches, controls):
+    """Return a minibatch's weights, rows as `minibatches` gives them: the mean of the S weighted
+    rows is the telescoping sum. With control variates E ℓ^L = E[ℓ^L − β_L ℓ̃^{L−1}] + β_L E ℓ^{L−1},
+    for any β if E ℓ̃ = E ℓ, and so on down. So with b_l = β_{l+1} ... β_L level l's own rows weigh
+    +S b_l / M^l, its partners' −S β_l b_l / M^l; all β = 1: ML, Algorithm 4, line 16."""
+    sizes = [num_envs * T // num_minibatches for T in num_steps]  # M^l
+    total, weights = 2 * sum(sizes) - sizes[0], []
+    for l, M in enumerate(sizes):  # noqa: E741, the paper's l
+        own = total * math.prod(controls[l:]) / M
+        rows = [-own * controls[l - 1], own] if l > 0 else [own]
+        weights += [torch.full((M,), weight) for weight in rows]
+    return torch.cat(weights)  # (S,)
+
+
+def minibatches(num_steps, num_envs, num_minibatches, generator):
+    """Return the row numbers of an epoch's minibatches, (B, S): ML, Algorithm 6. The rows of all
+    members lie one after the other: own¹, sync², own², sync³, own³, ... A minibatch has M^l rows of
+    level l, and the partner's rows of the same actors and steps."""
+    rows, start = [], 0
+    for level, T in enumerate(num_steps):
+        shuffled = torch.randperm(num_envs * T, generator=generator).view(num_minibatches, -1)
+        for _ in range(2 if level else 1):
+            rows.append(shuffled + start)
+            start += num_envs * T
+    return torch.cat(rows, dim=1)
+
+
 class Together:
-    """--schedule together, the paper's: all levels in every iteration.
+    """--schedule together, the paper's: all levels in every iteration. The sum is right with any β
+    if all T^l are whole episodes; else partners and the level below them see other times.
 
     --control auto: β_l = Cov(Â^l, Ã^{l−1}) / Var(Ã^{l−1}) leaves the least variance in Â^l − β_l
-    Ã^{l−1}; the sum is right with any β. --num-steps auto: T^l ∝ √(V_l / C_l), V_l the variance of
-    a row of level l in it, C_l what its step costs (Giles 2015, Acta Numerica 24)."""
+    Ã^{l−1}. --num-steps auto: T^l ∝ √(V_l / C_l), V_l the variance of a row of level l in that
+    difference, C_l what its step costs (Giles 2015, Acta Numerica 24)."""
 
     best = None  # the run's result is its last parameters
     begin = staticmethod(lambda run: {})  # nothing is checked, nor logged, at first
@@ -420,6 +422,8 @@ class Together:
         if self.args.control == "auto":
             betas = self.moments[1:, 1] / self.moments[1:, 2]
             self.controls = betas.nan_to_num().clamp(0, 1).tolist()
+        if sync and run.iteration == 1 and not run.pool.arrays["ended"][::2].all():
+            report("--num-steps: rollouts are not whole episodes, so the sum of levels is biased")
         ratios = [float((a - b).var() / own[0].var()) for a, b in zip(own[1:], sync)]
         return {f"levels/variance_ratio_{n}": x for n, x in zip(self.args.levels[1:], ratios)}
 
@@ -1042,13 +1046,12 @@ def members(arrays):
 def measured_costs(args, model):
     """Return the seconds that a step takes on each level (--eval-level too), all workers together,
     and then all that an iteration does beside simulating. Neither model nor generators change."""
-    levels, costs = sorted({*args.levels, args.eval_level}), []
+    levels, costs, shown = sorted({*args.levels, args.eval_level}), [], []
     if len(levels) == 1 and args.analyse is None:
         return [1.0, 0.0]
     args = argparse.Namespace(**vars(args) | {"levels": levels, "schedule": "climb"})  # no partners
     model, generator, args.target_kl = copy.deepcopy(model), torch.Generator(), None
     with closing(make_pool(args, model, game_seeds(args, 0), args.num_workers)) as pool:
-        shown = []
         for _ in range(2):  # the coarsest level's first step may show what starts do not
             pool.call("start"), pool.call("step")
             shown.append(np.dstack([pool.arrays["obs"], pool.arrays["rewards"]]))
@@ -1602,7 +1605,7 @@ def analyse(args):
         cells |= {n: f"{row[n]:.4g} ± {error:g}" for n, error in errors.items()}
         print("".join(cells.get(name, "").rjust(width) for name, width in widths.items()).rstrip())
     for row in (row for row in rows[:-1] if row["against"] == finest):
-        row["verdict"] = verdict(row)
+        row["verdict"] = verdict(row, args.coupling == "step")
         print(f"level {row['level']}: {row['verdict']}")
     path = Path(args.analyse or run_path(args)) / "analysis.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -1667,11 +1670,12 @@ def saving(rho, c_f, c_c):
     return c_f / (np.sqrt((c_f + c_c) * (1 - rho**2)) + rho * np.sqrt(c_c)) ** 2, ratio
 
 
-def verdict(row):
+def verdict(row, by_step=False):
     """Return what to do with a level, by its pair with the finest: the first line that holds."""
     rho, error, bias = row["rho_return"], row["rho_return_error"], -row["difference"]
+    unlike = by_step or row["check"] > 1
     lines = [
-        (row["check"] > 1, "no verdict: in pairs levels do not play as alone (--coupling step?)"),
+        (unlike, "no verdict: in pairs levels do not play as alone (--coupling step?)"),
         (row["kurtosis"] > 100, "no verdict: too few episodes, more by --num-envs"),
         (rho - error > 0.9, f"enough on its own, it sees what matters, bias {bias:.4g}"),
         (row["saving"] > 1.2, f"worth a correction, which saves {row['saving']:.1f} times"),
@@ -2131,7 +2135,7 @@ def parse_args(argv=None):
         parser.set_defaults(levels=pair, num_steps=[100, "auto"] if given.levels else pair_steps)
     args = parse_with_run(parser, argv)
     if args.levels != sorted(set(args.levels)) or len(args.levels) < (2 if args.analyse else 1):
-        parser.error("argument --levels: which, coarse to fine? (--analyse RUN_DIR: two or more)")
+        parser.error("argument --levels: give them, coarse to fine, like 1 2 3 (--analyse: two)")
     L, last = len(args.levels), args.levels[-1]
     if args.analyse is not None:  # all members play, whatever the run's schedule was
         args.schedule, args.eval_level, args.num_steps = "together", None, args.num_steps[:1] * L

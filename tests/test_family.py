@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LENGTHS = {"ppo": 1309, "ppo_atari": 1174, "ppo_multilevel": 2266}  # lines at most
+LENGTHS = {"ppo": 1309, "ppo_atari": 1174, "ppo_multilevel": 2270}  # lines at most
 SCRIPTS = list(LENGTHS)
 SECTIONS = (
     "options, train, rollout, GAE, losses, update, model, heads and normalisers, speed, games, "

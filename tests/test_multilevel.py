@@ -624,3 +624,34 @@ def test_simulation_that_gives_nan(monkeypatch, tmp_path):
     (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
     state = torch.load(checkpoint, weights_only=True)
     assert state["counters"]["iteration"] == 2
+
+
+class Clock(envs.Scripted):
+    """Episodes of 10 steps, whose rewards are 1, 2, ..., 10, on all levels."""
+
+    map_from = lambda self, other: None  # noqa: E731
+
+    def __init__(self, level):
+        super().__init__([(10, "truncated")])
+
+    def step(self, action):
+        obs, _, *ends = super().step(action)
+        return obs, float(self.t), *ends
+
+
+@pytest.mark.parametrize("steps, biased", [("20 10", False), ("20 5", True), ("15 10", True)])
+def test_rollouts_that_are_not_whole_episodes(steps, biased, monkeypatch, tmp_path, capsys):
+    """The coarse rows of pairs take away what the coarse level's own rows give if both see all
+    times of an episode; if not, so that the sum does not telescope, it is told once."""
+    review, means = ml.Together.review, []
+
+    def spy(rule, run, batches):
+        means.extend(float(batch["returns"].mean()) for batch in batches[:2])  # own¹, sync²
+        return review(rule, run, batches)
+
+    monkeypatch.setattr(ml.Together, "review", spy)
+    options = ["--env", install(monkeypatch, Clock), "--levels", "1", "2", "--gamma", "0"]
+    options += ["--num-steps", *steps.split(), "--norm-value", "--log-dir", str(tmp_path)]
+    ml.train(ml.parse_args([*TOGETHER, *options]))  # with γ = 0 returns are rewards
+    assert (means[0] == pytest.approx(means[1])) is not biased
+    assert capsys.readouterr().err.count("not whole episodes") == biased

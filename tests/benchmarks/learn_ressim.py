@@ -96,8 +96,8 @@ def comparison(case):
     runs[f"{case}-together"] = (
         options(pair) + "--schedule together --num-workers 0 --num-iterations 100"
     )
-    if case == "rod":  # which has no defaults
-        runs[f"{case}-together"] += " --levels 2 4 --num-steps 100 5"
+    if case == "rod":  # which has no defaults; its episodes have 100 steps
+        runs[f"{case}-together"] += " --levels 2 4 --num-envs 10 --num-steps 500 100"
     if case in ("v2", "v4", "rod"):  # of v1 and v3: v1-2level and v3-step
         runs[f"{case}-published"] = (
             PAPER + options([last - 1, last]) + LITERAL + "--num-steps 70 5 --num-iterations 150 "
