@@ -278,8 +278,8 @@ SB3 |= dict(activation="tanh", shared_net=False, init_log_std=0.0)
 
 def test_readme_options_are_the_defaults_of_sb3(tmp_path):
     """Those of `PPO("MlpPolicy", env)` of Stable-Baselines3 2.9.2, whose batch_size is 64."""
-    text = " ".join((ROOT / "README.md").read_text().split())
-    options = re.search(r"with N envs: `(.*?)` \(VecNormalize: `(.*?)`", text)
+    text = " ".join((ROOT / "tests/benchmarks/README.md").read_text().split())
+    options = re.search(r"with N envs, `(.*?)` \(VecNormalize: `(.*?)`", text)
     words = " ".join(options.groups()).replace("(32 N)", "96").replace(" N ", " 3 ").split()
     args = ppo.parse_args([*words, "--log-dir", str(tmp_path)])
     assert {name: getattr(args, name) for name in SB3} == SB3
