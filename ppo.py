@@ -842,6 +842,7 @@ def work(pipe, make_games, rows, shared):
     parent, command = multiprocessing.parent_process().sentinel, None
     seeds = np.random.SeedSequence([torch.initial_seed(), RANK, int(rows[0])]).generate_state(2)
     np.random.seed(seeds[0]), torch.manual_seed(int(seeds[1]))  # else games of all forks draw alike
+    torch.set_num_threads(1)  # a worker has one core; threads of before the fork would hang
     try:
         games = make_games(rows, {name: np.ndarray(*array) for name, array in shared.items()})
         while command != "close" and pipe in multiprocessing.connection.wait([pipe, parent]):

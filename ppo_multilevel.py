@@ -422,8 +422,6 @@ class Together:
         if self.args.control == "auto":
             betas = self.moments[1:, 1] / self.moments[1:, 2]
             self.controls = betas.nan_to_num().clamp(0, 1).tolist()
-        if sync and run.iteration == 1 and not run.pool.arrays["ended"][::2].all():
-            report("--num-steps: rollouts are not whole episodes, so the sum of levels is biased")
         ratios = [float((a - b).var() / own[0].var()) for a, b in zip(own[1:], sync)]
         return {f"levels/variance_ratio_{n}": x for n, x in zip(self.args.levels[1:], ratios)}
 
@@ -1168,6 +1166,7 @@ def work(pipe, make_games, rows, shared):
     parent, command = multiprocessing.parent_process().sentinel, None
     seeds = np.random.SeedSequence([torch.initial_seed(), RANK, int(rows[0])]).generate_state(2)
     np.random.seed(seeds[0]), torch.manual_seed(int(seeds[1]))  # else games of all forks draw alike
+    torch.set_num_threads(1)  # a worker has one core; threads of before the fork would hang
     try:
         games = make_games(rows, {name: np.ndarray(*array) for name, array in shared.items()})
         while command != "close" and pipe in multiprocessing.connection.wait([pipe, parent]):
@@ -1347,6 +1346,9 @@ class Run(AbstractContextManager):
         means = np.mean(self.recent or [(math.nan, math.nan)], axis=0).tolist()
         row |= self.counters | dict(zip(("episodic_return", "episodic_length"), means))
         row["sps"] = round(steps / seconds)
+        whole = len(episodes) == 1 or self.pool.arrays["ended"][::2].all()
+        if self.iteration == 1 and not (whole or self.args.quiet):
+            report("--num-steps: rollouts are not whole episodes, so the sum of levels is biased")
         self.log(row)
         if self.args.save_every and self.iteration % self.args.save_every == 0:
             self.save()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LENGTHS = {"ppo": 1309, "ppo_atari": 1174, "ppo_multilevel": 2270}  # lines at most
+LENGTHS = {"ppo": 1310, "ppo_atari": 1174, "ppo_multilevel": 2272}  # lines at most
 SCRIPTS = list(LENGTHS)
 SECTIONS = (
     "options, train, rollout, GAE, losses, update, model, heads and normalisers, speed, games, "
@@ -305,8 +305,9 @@ def test_readme_is_a_page():
 
 def torchrun_commands():
     """The torchrun command lines in README.md: script, number of ranks, options."""
-    command = r"torchrun (?:--nnodes (\d+) )?--nproc-per-node (\d+) .*?(ppo\w*)\.py(.*?)(?:#.*)?$"
-    found = re.findall(command, (ROOT / "README.md").read_text(), re.MULTILINE)
+    command = r"torchrun (?:--nnodes (\d+) )?--nproc-per-node (\d+) .*?(ppo\w*)\.py([^`(]*)"
+    found = re.findall(command, " ".join((ROOT / "README.md").read_text().split()))
+    assert found
     return [(name, int(nodes or 1) * int(ranks), words) for nodes, ranks, name, words in found]
 
 

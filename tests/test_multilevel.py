@@ -652,6 +652,7 @@ def test_rollouts_that_are_not_whole_episodes(steps, biased, monkeypatch, tmp_pa
     monkeypatch.setattr(ml.Together, "review", spy)
     options = ["--env", install(monkeypatch, Clock), "--levels", "1", "2", "--gamma", "0"]
     options += ["--num-steps", *steps.split(), "--norm-value", "--log-dir", str(tmp_path)]
-    ml.train(ml.parse_args([*TOGETHER, *options]))  # with γ = 0 returns are rewards
+    (args := ml.parse_args([*TOGETHER, *options])).quiet = False
+    ml.train(args)  # with γ = 0 returns are rewards
     assert (means[0] == pytest.approx(means[1])) is not biased
     assert capsys.readouterr().err.count("not whole episodes") == biased

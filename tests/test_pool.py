@@ -653,3 +653,25 @@ def test_run_that_is_ended(script, how, tmp_path):
         assert re.fullmatch(rf"{script.__name__}.py: error: worker 0 died.*-9", run.err[0])
     else:
         assert len(run.err) == 1 and "stopping" in run.err[0]
+
+
+class Torch:
+    """Games that compute in torch, with as many threads as there are."""
+
+    def __init__(self, rows, arrays):
+        pass
+
+    def call(self, command):
+        return float(torch.ones(4_000_000).exp().log().mean())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
+def test_games_in_torch(script):
+    """A fork has none of the threads that torch's parallel loops wait for, so workers use one."""
+    code = f"import {script.__name__} as s, test_pool; test_pool.torch.set_num_threads(2);"
+    code += "test_pool.Torch(0, 0).call(0); pool = s.WorkerPool(test_pool.Torch, {}, 2, 2);"
+    code += "print(pool.call('step')); pool.close()"
+    path = os.pathsep.join([str(Path(script.__file__).parent), str(Path(__file__).parent)])
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, env=os.environ | {"PYTHONPATH": path}, timeout=60, stdout=-1)
+    assert done.stdout.split() == [b"[1.0,", b"1.0]"]
