@@ -814,7 +814,8 @@ class Run(AbstractContextManager):
 
     def __exit__(self, kind, *_):
         with self.stack:  # after a `break` at an iteration's end, too: it has not been saved
-            if kind in (GameError, BrokenPipeError) or not (kind or self.saved == self.iteration):
+            new = kind in (None, KeyboardInterrupt) and self.saved != self.iteration
+            if new or kind in (GameError, BrokenPipeError):
                 self.save(with_games=not kind or kind is BrokenPipeError and NUM_RANKS == 1)
 
     def stop(self, signum, _):
@@ -823,7 +824,7 @@ class Run(AbstractContextManager):
             self.signal, self.asked = signum, time.monotonic()
             report("stopping after this iteration; Ctrl-C once more to stop now")
         elif signum == signal.SIGINT and NUM_RANKS == 1 and time.monotonic() > self.asked + 1:
-            report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
+            report("stopped at once; iterations that are complete are saved")
             raise KeyboardInterrupt
 
     def goes_on(self):
@@ -925,7 +926,7 @@ class Run(AbstractContextManager):
             parts = pickle.loads(state["games"].numpy().tobytes())
         fits = len(parts) == NUM_RANKS
         if lost := sum(states.count(None) for _, states in parts) if fits else "all":
-            report(f"{lost} games start new episodes: no state of theirs is there that fits")
+            report(f"{lost} games start new episodes: one had failed, or their state is not kept")
             state["counters"]["starts"] += 1
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -1,15 +1,15 @@
-"""Multilevel PPO: policy optimisation for expensive simulations that exist on several grids.
+"""Multilevel PPO: policy optimisation for expensive simulations that exist on several levels.
 
     python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, 1.5 to 6 minutes
     python ppo_multilevel.py --env ResSim-v1 --levels 5    # finest grid only: PPO
     python ppo_multilevel.py --env ResSim-v1 --schedule together          # the paper's schedule
     python ppo_multilevel.py --env my_simulation.py:Rod --levels 1 2 3   # yours, see README
 
-This is `ppo.py` for L levels of a simulation, coarse to fine. A *climb*, the default, trains on one
-level at a time; checks on the finest tell where a second of it teaches most, see `Climb`.
-*Together* is the paper's multilevel Monte Carlo: N actors take many steps T^1 on the coarsest
-level, few, T^L, on the finest. On levels l > 1 a partner on level l−1 follows the fine one, so that
-few samples tell their difference; such differences and the coarsest loss make the finest's.
+This is `ppo.py` for L levels of a simulation, grids or time steps, coarse to fine. A *climb*, the
+default, trains on one level at a time; checks on the finest tell where a second of it teaches most,
+see `Climb`. *Together* is the paper's multilevel Monte Carlo: N actors take many steps T^1 on the
+coarsest level, few, T^L, on the finest. On levels l > 1 a partner on level l−1 follows the fine
+one, so that few samples tell their difference; these and the coarsest loss make the finest's.
 
 Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), algorithms as in A.
 Dixit's "Implementation of multilevel PPO in Stable Baselines 3"; "PPO", Â_t, R_t, r_t(θ): `ppo.py`.
@@ -1053,7 +1053,7 @@ def measured_costs(args, model):
         for _ in range(2):  # the coarsest level's first step may show what starts do not
             pool.call("start"), pool.call("step")
             shown.append(np.dstack([pool.arrays["obs"], pool.arrays["rewards"]]))
-        np.allclose(*shown, 1e-4, 1e-6, True) or report("a seed's games differ: README, Randomness")
+        np.allclose(*shown, 1e-4, 1e-6, True) or report("reset(seed) varies: README, Randomness")
         for level in reversed(range(len(levels))):  # last an iteration on the coarsest
             # Few steps: an episode's start costs more, like a reservoir's, whose field is new.
             T, seconds = 2 if level else args.num_steps[0], pool.arrays["seconds"][2 * level]
@@ -1272,7 +1272,8 @@ class Run(AbstractContextManager):
 
     def __exit__(self, kind, *_):
         with self.stack:  # after a `break` at an iteration's end, too: it has not been saved
-            if kind in (GameError, BrokenPipeError) or not (kind or self.saved == self.iteration):
+            new = kind in (None, KeyboardInterrupt) and self.saved != self.iteration
+            if new or kind in (GameError, BrokenPipeError):
                 if kind and self.history and self.history[-1]["iteration"] < self.iteration:
                     self.counters["iteration"] -= 1  # to be done again
                 self.save(with_games=not kind or kind is BrokenPipeError and NUM_RANKS == 1)
@@ -1283,7 +1284,7 @@ class Run(AbstractContextManager):
             self.signal, self.asked = signum, time.monotonic()
             report("stopping after this iteration; Ctrl-C once more to stop now")
         elif signum == signal.SIGINT and NUM_RANKS == 1 and time.monotonic() > self.asked + 1:
-            report(f"stopped at once; iterations that are saved: {self.saved or 'none'}")
+            report("stopped at once; iterations that are complete are saved")
             raise KeyboardInterrupt
 
     def goes_on(self):
@@ -1430,7 +1431,7 @@ class Run(AbstractContextManager):
             parts = pickle.loads(state["games"].numpy().tobytes())
         fits = len(parts) == NUM_RANKS
         if lost := sum(states.count(None) for _, states in parts) if fits else "all":
-            report(f"{lost} games start new episodes: no state of theirs is there that fits")
+            report(f"{lost} games start new episodes: one had failed, or their state is not kept")
             state["counters"]["starts"] += 1
         self.model.load_state_dict(state["current"])
         vars(self.rule).update(state["rule"])
@@ -1687,7 +1688,7 @@ def verdict(row, by_step=False):
     ]
     text = next(text for holds, text in lines if holds) + f"; rho {rho:.4g} ± {error:.1g}"
     alike = abs(bias) < 0.5 * max(abs(row["return"]), abs(row["return"] - bias), 1e-99)
-    return text if alike else text + "; returns differ: same rewards? does a solver diverge?"
+    return text if alike else text + "; returns differ: rewards? lengths? does a solver diverge?"
 
 
 @torch.no_grad()

@@ -135,7 +135,7 @@ def test_returns_that_differ(difference, warns):
     """By half of the larger one: a sum over cells is no mean, a solver may have diverged."""
     row = {"rho_return": 0.99, "rho_return_error": 0.01, "kurtosis": 3, "check": 0, "saving": 9}
     row |= {"difference": difference, "return": 1}
-    assert ("same rewards?" in ml.verdict(row)) is warns
+    assert ("rewards? lengths?" in ml.verdict(row)) is warns
 
 
 def test_known_correlation(monkeypatch, tmp_path):
@@ -255,7 +255,7 @@ def test_simulation_that_fails(monkeypatch, tmp_path, capsys, where, measured):
     assert ml.main() == 1
     *lines, first = capsys.readouterr().err.partition("\nTraceback")[0].splitlines()
     assert "level 2" in first and ("rewards" if where == "nan_reward" else "broken") in first
-    assert lines == ["a seed's games differ: README, Randomness"] * measured  # they count episodes
+    assert lines == ["reset(seed) varies: README, Randomness"] * measured  # they count episodes
 
 
 @pytest.mark.parametrize(

@@ -317,13 +317,13 @@ def test_unchanged_result_is_not_evaluated_again(tmp_path, monkeypatch):
     "levels, old, new, more, words",
     [
         ("1 2", "", "", VALUE, ""),
-        ("1 2", "reset(seed=seed)", "reset()", VALUE, "a seed's games differ: "),
+        ("1 2", "reset(seed=seed)", "reset()", VALUE, "reset(seed) varies: "),
         (
             "1 2",
             "0.2 * curvature",
             "np.random.random() * curvature",
             VALUE,
-            "a seed's games differ: ",
+            "reset(seed) varies: ",
         ),
         ("1", *LARGE, VALUE, "large observations: --norm-obs?"),
         ("1 2", *LARGE, VALUE, "large observations: --norm-obs?"),

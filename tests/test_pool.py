@@ -395,6 +395,29 @@ def test_worker_that_dies_during_an_update(script, tmp_path, monkeypatch, iterat
 
 
 @linux
+def test_stopped_run_whose_game_hangs(script, tmp_path, monkeypatch, capsys):
+    """A second Ctrl-C ends it; what is complete is saved, without games, and goes on anew."""
+    options = ["--env", GOOD[script], "--num-workers", "0", "--save-every", "0"]
+    real, rollouts = script.rollout, []
+
+    def rollout(model, pool, *arguments):
+        rollouts.append(1)
+        if len(rollouts) == (5 if script is ppo_multilevel else 3):  # in iteration 3
+            for seconds in (1.1, 0.1):
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(seconds)
+        return real(model, pool, *arguments)
+
+    monkeypatch.setattr(script, "rollout", rollout)
+    assert run_main(script, monkeypatch, tmp_path, *options, "--num-iterations", "3") == 130
+    (run_dir,) = tmp_path.iterdir()
+    state = script.load_checkpoint(run_dir)
+    assert state["counters"]["iteration"] == 2 and state["games"] is None
+    run = script.train(script.parse_args(["--resume", str(run_dir), "--quiet"]))
+    assert [run.iteration, run.counters["starts"]] == [3, 1]
+
+
+@linux
 @pytest.mark.parametrize("num_workers", ["0", "1"])
 def test_second_signal_during_a_rollout(tmp_path, monkeypatch, capsys, num_workers):
     """The first Ctrl-C waits for the end of a rollout, one of the same moment is the same request.
@@ -416,7 +439,7 @@ def test_second_signal_during_a_rollout(tmp_path, monkeypatch, capsys, num_worke
     assert multiprocessing.active_children() == []
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("stopping after this iteration")
-    assert second == "stopped at once; iterations that are saved: 1"
+    assert second == "stopped at once; iterations that are complete are saved"
     (run_dir,) = tmp_path.iterdir()
     assert iterations(run_dir) == [1]
     state = ppo.load_checkpoint(run_dir)
@@ -425,7 +448,7 @@ def test_second_signal_during_a_rollout(tmp_path, monkeypatch, capsys, num_worke
 
 @pytest.mark.parametrize("where", ["make_pool", "step"])
 def test_second_signal_before_there_is_a_checkpoint(tmp_path, monkeypatch, capsys, where):
-    """Then it does not name one, also while the run is set up."""
+    """One is made then, without games, one of which may hang; not while the run is set up."""
 
     def wait(*args):
         for seconds in (1.1, 0.1):
@@ -435,8 +458,10 @@ def test_second_signal_before_there_is_a_checkpoint(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(ppo if where == "make_pool" else ppo.Game, where, wait)
     assert run_main(ppo, monkeypatch, tmp_path, "--num-workers", "0") == 128 + signal.SIGINT
     *_, line = capsys.readouterr().err.splitlines()
-    assert line.startswith("stopped at once") and "None" not in line
-    assert not [*tmp_path.rglob("checkpoint.pt")]
+    assert line.startswith("stopped at once")
+    states = [ppo.load_checkpoint(path.parent) for path in tmp_path.rglob("checkpoint.pt")]
+    found = [(state["counters"]["iteration"], state["games"]) for state in states]
+    assert found == ([] if where == "make_pool" else [(0, None)])
 
 
 # Whole runs ---------------------------------------------------------------------------------------

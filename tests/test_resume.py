@@ -313,7 +313,7 @@ def test_games_without_a_state(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(ppo, "rollout", watched)
     capsys.readouterr()
     assert resume(ppo, run_dir, "--num-iterations", "4").counters["starts"] == 1
-    assert "games start new episodes: no state of theirs" in capsys.readouterr().err
+    assert "games start new episodes: one had failed, or" in capsys.readouterr().err
     for t, expected in enumerate([1, 1.99]):  # CartPole's rewards are 1, γ is 0.99
         assert buffers[0]["discounted"][t].tolist() == pytest.approx([expected] * 4)
 
