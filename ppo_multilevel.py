@@ -98,7 +98,7 @@ def make_parser():
     option("--schedule", str, None, text, choices=("climb", "together"))
     option("--levels", count, [], "coarse to fine; []: the case's (two if together)", nargs="+")
     text = "T^l, steps per actor and iteration: one per level; of a climb also one for all; of "
-    text += "together also 'T auto': T on the coarsest level, the rest by costs and variances"
+    text += "together whole episodes, or 'T auto': T on the coarsest, others by costs and variances"
     option("--num-steps", or_auto(number(int, 1, 100_000)), [50], text, nargs="+")
     option("--control", or_auto(fraction), "auto", "β of coarse rows; 1: the paper; auto: measured")
     option("--total-cost", positive, None, "finest-level steps; None: climbs by --env or 100 N T")
