@@ -1379,7 +1379,8 @@ class Run(AbstractContextManager):
         for name in ("level", "sps", "episodic_return", "check_return", "eval_return", "eval_cut"):
             line += f"  {name} {row[name]:,.6g}" if name in row else ""
         left = round(min(row["wall_seconds"] * max(0, 1 / share - 1), 1e9)) if done else 0
-        line += f"  ETA {datetime.timedelta(seconds=left)}" if done else ""
+        told = done and (of or share > 0.1)  # at first, on coarse levels, a share takes far longer
+        line += f"  ETA {datetime.timedelta(seconds=left)}" if told else ""
         args.quiet or print(line, flush=True)
 
     def open_files(self):

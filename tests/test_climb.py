@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 import time
 import types
@@ -350,6 +351,18 @@ def test_length_of_no_more_than_a_check(tmp_path, capsys):
     argv = [*SMALL, "--total-cost", "1", "--log-dir", str(tmp_path)]
     assert ml.train(ml.parse_args(argv)).iteration == 0
     assert "nothing learned: the first check takes --total-cost\n" in capsys.readouterr().err
+
+
+def test_time_left(tmp_path, capsys):
+    """The first tenth of a climb, on coarse levels, does not tell how long the rest will take."""
+    argv = [*SMALL, "--total-cost", "400", "--log-dir", str(tmp_path)]
+    (args := ml.parse_args(argv)).quiet = False
+    ml.train(args)
+    found = re.findall(r"^update \d+  (\d+)%.*?(ETA|$)", capsys.readouterr().out, re.MULTILINE)
+    told = {int(share) > 10: [] for share, _ in found}
+    for share, eta in found:
+        told[int(share) > 10].append(eta)
+    assert set(told[False]) == {""} and set(told[True]) == {"ETA"}
 
 
 def test_learning_rate_falls_with_the_cost(tmp_path):
