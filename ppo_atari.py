@@ -812,9 +812,11 @@ class Run(AbstractContextManager):
                 self.pool.arrays[name][:] = array
             self.stack, self.states, self.started = self.stack.pop_all(), states, None
 
-    def __exit__(self, kind, *_):
+    def __exit__(self, kind, _, trace):
         with self.stack:  # after a `break` at an iteration's end, too: it has not been saved
-            new = kind in (None, KeyboardInterrupt) and self.saved != self.iteration
+            # A second Ctrl-C too if games are busy, one of which may hang; no update is half done.
+            busy = any(frame.name == "call" for frame in traceback.extract_tb(trace))
+            new = (not kind or kind is KeyboardInterrupt and busy) and self.saved != self.iteration
             if new or kind in (GameError, BrokenPipeError):
                 self.save(with_games=not kind or kind is BrokenPipeError and NUM_RANKS == 1)
 
@@ -824,7 +826,7 @@ class Run(AbstractContextManager):
             self.signal, self.asked = signum, time.monotonic()
             report("stopping after this iteration; Ctrl-C once more to stop now")
         elif signum == signal.SIGINT and NUM_RANKS == 1 and time.monotonic() > self.asked + 1:
-            report("stopped at once; iterations that are complete are saved")
+            report("stopped at once; iterations since the last checkpoint may be lost")
             raise KeyboardInterrupt
 
     def goes_on(self):

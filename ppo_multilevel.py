@@ -98,7 +98,8 @@ def make_parser():
     option("--schedule", str, None, text, choices=("climb", "together"))
     option("--levels", count, [], "coarse to fine; []: the case's (two if together)", nargs="+")
     text = "T^l, steps per actor and iteration: one per level; of a climb also one for all; of "
-    text += "together whole episodes, or 'T auto': T on the coarsest, others by costs and variances"
+    text += "together also 'T auto': T on the coarsest level, the rest by costs and variances; the "
+    text += "sum of levels is unbiased if all are whole episodes"
     option("--num-steps", or_auto(number(int, 1, 100_000)), [50], text, nargs="+")
     option("--control", or_auto(fraction), "auto", "β of coarse rows; 1: the paper; auto: measured")
     option("--total-cost", positive, None, "finest-level steps; None: climbs by --env or 100 N T")
@@ -1270,9 +1271,11 @@ class Run(AbstractContextManager):
                 self.pool.arrays[name][:] = array
             self.stack, self.states, self.started = self.stack.pop_all(), states, None
 
-    def __exit__(self, kind, *_):
+    def __exit__(self, kind, _, trace):
         with self.stack:  # after a `break` at an iteration's end, too: it has not been saved
-            new = kind in (None, KeyboardInterrupt) and self.saved != self.iteration
+            # A second Ctrl-C too if games are busy, one of which may hang; no update is half done.
+            busy = any(frame.name == "call" for frame in traceback.extract_tb(trace))
+            new = (not kind or kind is KeyboardInterrupt and busy) and self.saved != self.iteration
             if new or kind in (GameError, BrokenPipeError):
                 if kind and self.history and self.history[-1]["iteration"] < self.iteration:
                     self.counters["iteration"] -= 1  # to be done again
@@ -1284,7 +1287,7 @@ class Run(AbstractContextManager):
             self.signal, self.asked = signum, time.monotonic()
             report("stopping after this iteration; Ctrl-C once more to stop now")
         elif signum == signal.SIGINT and NUM_RANKS == 1 and time.monotonic() > self.asked + 1:
-            report("stopped at once; iterations that are complete are saved")
+            report("stopped at once; iterations since the last checkpoint may be lost")
             raise KeyboardInterrupt
 
     def goes_on(self):
@@ -1347,8 +1350,8 @@ class Run(AbstractContextManager):
         means = np.mean(self.recent or [(math.nan, math.nan)], axis=0).tolist()
         row |= self.counters | dict(zip(("episodic_return", "episodic_length"), means))
         row["sps"] = round(steps / seconds)
-        whole = len(episodes) == 1 or self.pool.arrays["ended"][::2].all()
-        if self.iteration == 1 and not (whole or self.args.quiet):
+        unbiased = len(episodes) == 1 or self.pool.arrays["ended"][::2].all()
+        if self.iteration == 1 and not (unbiased or self.args.quiet):
             report("--num-steps: rollouts are not whole episodes, so the sum of levels is biased")
         self.log(row)
         if self.args.save_every and self.iteration % self.args.save_every == 0:
@@ -1677,9 +1680,9 @@ def saving(rho, c_f, c_c):
 def verdict(row, by_step=False):
     """Return what to do with a level, by its pair with the finest: the first line that holds."""
     rho, error, bias = row["rho_return"], row["rho_return_error"], -row["difference"]
-    unlike = by_step or row["check"] > 1
     lines = [
-        (unlike, "no verdict: in pairs levels do not play as alone (--coupling step?)"),
+        (by_step, "no verdict: with --coupling step partners do not play by themselves"),
+        (row["check"] > 1, "no verdict: in pairs levels do not play as alone (--coupling step?)"),
         (row["kurtosis"] > 100, "no verdict: too few episodes, more by --num-envs"),
         (rho - error > 0.9, f"enough on its own, it sees what matters, bias {bias:.4g}"),
         (row["saving"] > 1.2, f"worth a correction, which saves {row['saving']:.1f} times"),
@@ -1689,7 +1692,7 @@ def verdict(row, by_step=False):
     ]
     text = next(text for holds, text in lines if holds) + f"; rho {rho:.4g} ± {error:.1g}"
     alike = abs(bias) < 0.5 * max(abs(row["return"]), abs(row["return"] - bias), 1e-99)
-    return text if alike else text + "; returns differ: rewards? lengths? does a solver diverge?"
+    return text if alike else text + "; returns differ: same rewards, lengths? does one diverge?"
 
 
 @torch.no_grad()
@@ -2139,7 +2142,7 @@ def parse_args(argv=None):
         parser.set_defaults(levels=pair, num_steps=[100, "auto"] if given.levels else pair_steps)
     args = parse_with_run(parser, argv)
     if args.levels != sorted(set(args.levels)) or len(args.levels) < (2 if args.analyse else 1):
-        parser.error("argument --levels: give them, coarse to fine, like 1 2 3 (--analyse: two)")
+        parser.error("argument --levels: give them, coarse to fine, like 1 2 3 (--analyse: two up)")
     L, last = len(args.levels), args.levels[-1]
     if args.analyse is not None:  # all members play, whatever the run's schedule was
         args.schedule, args.eval_level, args.num_steps = "together", None, args.num_steps[:1] * L

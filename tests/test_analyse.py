@@ -135,7 +135,7 @@ def test_returns_that_differ(difference, warns):
     """By half of the larger one: a sum over cells is no mean, a solver may have diverged."""
     row = {"rho_return": 0.99, "rho_return_error": 0.01, "kurtosis": 3, "check": 0, "saving": 9}
     row |= {"difference": difference, "return": 1}
-    assert ("rewards? lengths?" in ml.verdict(row)) is warns
+    assert ("same rewards, lengths?" in ml.verdict(row)) is warns
 
 
 def test_known_correlation(monkeypatch, tmp_path):
@@ -235,7 +235,7 @@ def test_run_dir(tmp_path, capsys):
     assert ml.analyse(args)[1]["return"] != trained[1]["return"]
     with pytest.raises(SystemExit):  # one level has nothing to be compared with
         ml.parse_args(["--analyse", str(run.run_dir), "--levels", "3"])
-    assert "like 1 2 3 (--analyse: two)" in capsys.readouterr().err
+    assert "like 1 2 3 (--analyse: two up)" in capsys.readouterr().err
 
 
 def test_endless_episodes(monkeypatch, tmp_path, capsys):

@@ -395,26 +395,38 @@ def test_worker_that_dies_during_an_update(script, tmp_path, monkeypatch, iterat
 
 
 @linux
-def test_stopped_run_whose_game_hangs(script, tmp_path, monkeypatch, capsys):
-    """A second Ctrl-C ends it; what is complete is saved, without games, and goes on anew."""
+@pytest.mark.parametrize("where", ["games", "update"])
+def test_run_that_is_stopped_at_once(script, tmp_path, monkeypatch, where):
+    """By a second Ctrl-C, in iteration 3. If games are busy, one of which may hang, what is
+    complete is saved, and goes on with new games; an update that is half done is not."""
+    real_call, real_update, updates, stopped = script.Games.call, script.update, [], []
+
+    def stop():
+        stopped.append(1)
+        for seconds in (1.1, 0.1):
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(seconds)
+
+    def update(*arguments):
+        updates.append(1)
+        where == "update" and len(updates) == 3 and stop()
+        return real_update(*arguments)
+
+    def call(games, *arguments):
+        where == "games" and len(updates) == 2 and not stopped and stop()
+        return real_call(games, *arguments)
+
+    monkeypatch.setattr(script, "update", update)
+    monkeypatch.setattr(script.Games, "call", call)
     options = ["--env", GOOD[script], "--num-workers", "0", "--save-every", "0"]
-    real, rollouts = script.rollout, []
-
-    def rollout(model, pool, *arguments):
-        rollouts.append(1)
-        if len(rollouts) == (5 if script is ppo_multilevel else 3):  # in iteration 3
-            for seconds in (1.1, 0.1):
-                signal.raise_signal(signal.SIGINT)
-                time.sleep(seconds)
-        return real(model, pool, *arguments)
-
-    monkeypatch.setattr(script, "rollout", rollout)
     assert run_main(script, monkeypatch, tmp_path, *options, "--num-iterations", "3") == 130
     (run_dir,) = tmp_path.iterdir()
-    state = script.load_checkpoint(run_dir)
-    assert state["counters"]["iteration"] == 2 and state["games"] is None
-    run = script.train(script.parse_args(["--resume", str(run_dir), "--quiet"]))
-    assert [run.iteration, run.counters["starts"]] == [3, 1]
+    assert stopped and (run_dir / "checkpoint.pt").exists() == (where == "games")
+    if where == "games":
+        state = script.load_checkpoint(run_dir)
+        assert state["counters"]["iteration"] == 2 and state["games"] is None
+        run = script.train(script.parse_args(["--resume", str(run_dir), "--quiet"]))
+        assert [run.iteration, run.counters["starts"]] == [3, 1]
 
 
 @linux
@@ -439,7 +451,7 @@ def test_second_signal_during_a_rollout(tmp_path, monkeypatch, capsys, num_worke
     assert multiprocessing.active_children() == []
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("stopping after this iteration")
-    assert second == "stopped at once; iterations that are complete are saved"
+    assert second == "stopped at once; iterations since the last checkpoint may be lost"
     (run_dir,) = tmp_path.iterdir()
     assert iterations(run_dir) == [1]
     state = ppo.load_checkpoint(run_dir)
