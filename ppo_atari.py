@@ -793,7 +793,7 @@ class Run(AbstractContextManager):
     def __init__(self, args, model, optimizer, generator):
         self.args, self.model, self.optimizer, self.generator = args, model, optimizer, generator
         self.counters, self.history, self.recent, self.signal = dict(COUNTERS), [], [], None
-        self.saved, self.run_dir = None, Path(args.resume or run_path(args))
+        self.saved, self.again, self.run_dir = None, [], Path(args.resume or run_path(args))
         with ExitStack() as self.stack:  # which closes what is open if this block fails
             for signum in (signal.SIGINT, signal.SIGTERM):
                 if threading.current_thread() is threading.main_thread():
@@ -833,6 +833,8 @@ class Run(AbstractContextManager):
         """Start the games at first. Return whether another iteration begins now; if not, save."""
         if self.started is None:
             self.pool.call("start", vars(self).pop("states"))  # may be large
+            for row in self.again:
+                self.log(row)
         if self.args.eval_every and not (self.history or self.signal):
             self.log(dict(self.counters))
         self.started = time.perf_counter()
@@ -866,8 +868,8 @@ class Run(AbstractContextManager):
             # New games: what wrappers have learned of observations is gone, as it is for --eval.
             with closing(make_eval_pool(args, self.model)) as self.eval_pool:
                 returns, cut = evaluate(self.model, self.eval_pool, run=self)
-            if not self.signal:  # which would have cut it short
-                row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
+            found = {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
+            row |= {"eval_return": math.nan} if self.signal else found  # which has cut it short
         self.writer.writerow(row)
         shown = {TAGS.get(k, k): row[k] for k in row if k not in COUNTERS and math.isfinite(row[k])}
         values = [self.Summary.Value(tag=tag, simple_value=x) for tag, x in shown.items()]
@@ -895,7 +897,8 @@ class Run(AbstractContextManager):
         self.writer = csv.DictWriter(self.stack.enter_context(file), COLUMNS, extrasaction="ignore")
         self.writer.writeheader()
         self.writer.writerows(self.history)
-        self.events = SummaryWriter(str(self.run_dir), purge_step=self.counters["global_step"] + 1)
+        begin = self.counters["global_step"] + 1 - len(self.again)
+        self.events = SummaryWriter(str(self.run_dir), purge_step=begin)
         self.stack.callback(self.events.close)
         self.Summary = summary.Summary  # one for all of an iteration's numbers: faster
         plain = {k: v if type(v) in (int, float) else str(v) for k, v in options.items()}
@@ -934,6 +937,8 @@ class Run(AbstractContextManager):
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
+        if self.history and math.isnan(self.history[-1].get("eval_return", 0)):
+            self.again = [self.history.pop()]  # a signal has cut its evaluation short
         self.counters, self.saved = state["counters"], state["counters"]["iteration"]
         self.saved < self.args.num_iterations or report("run complete; longer: --num-iterations N")
         return parts[RANK] if fits else ({}, None)

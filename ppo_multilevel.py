@@ -1244,7 +1244,7 @@ class Run(AbstractContextManager):
         self.args, self.model, self.optimizer, self.generator = args, model, optimizer, generator
         self.rule, self.result, self.played = rule, copy.deepcopy(model), None
         self.counters, self.history, self.recent, self.signal = dict(COUNTERS), [], [], None
-        self.saved, self.run_dir = None, Path(args.resume or run_path(args))
+        self.saved, self.again, self.run_dir = None, [], Path(args.resume or run_path(args))
         with ExitStack() as self.stack:  # which closes what is open if this block fails
             for signum in (signal.SIGINT, signal.SIGTERM):
                 if threading.current_thread() is threading.main_thread():
@@ -1294,6 +1294,8 @@ class Run(AbstractContextManager):
         """Start the games at first. Return whether another iteration begins now; if not, save."""
         if self.started is None:
             self.pool.call("start", vars(self).pop("states"))  # may be large
+            for row in self.again:
+                self.log(row)
         if not self.history and not max(gathered_objects(self.signal or 0)):
             if not self.args.norm_obs and abs(self.pool.arrays["obs"]).max() > 10:
                 report("large observations: --norm-obs?")
@@ -1302,7 +1304,7 @@ class Run(AbstractContextManager):
             if row or self.args.eval_every:
                 self.log(row := row | self.counters)
             first = row.get("check_return", row.get("eval_return", 0))
-            self.args.norm_value or abs(first) <= 10 or report("large returns: --norm-value?")
+            abs(first) > 10 and not self.args.norm_value and report("large returns: --norm-value?")
             self.share_done() < 1 or report("nothing learned: the first check takes --total-cost")
         self.started = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
@@ -1369,8 +1371,8 @@ class Run(AbstractContextManager):
                 self.result.load_state_dict(self.played or self.model.state_dict())
                 self.evaluated = evaluate(self.result, self.eval_pool, run=self)
             returns, cut = self.evaluated
-            if not self.signal:  # which would have cut it short
-                row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
+            found = {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
+            row |= {"eval_return": math.nan} if self.signal else found  # which has cut it short
             if (picture := self.eval_pool.call("picture")[0]) is not None:
                 self.events.add_image("eval/end", picture, row["global_step"], dataformats="HWC")
         self.writer.writerow(row)
@@ -1402,7 +1404,8 @@ class Run(AbstractContextManager):
         self.writer = csv.DictWriter(self.stack.enter_context(file), COLUMNS, extrasaction="ignore")
         self.writer.writeheader()
         self.writer.writerows(self.history)
-        self.events = SummaryWriter(str(self.run_dir), purge_step=self.counters["global_step"] + 1)
+        begin = self.counters["global_step"] + 1 - len(self.again)
+        self.events = SummaryWriter(str(self.run_dir), purge_step=begin)
         self.stack.callback(self.events.close)
         plain = {k: v if type(v) in (int, float) else str(v) for k, v in options.items()}
         self.events.file_writer.add_summary(summary.hparams(plain, {})[1])  # add_hparams: a new run
@@ -1442,6 +1445,8 @@ class Run(AbstractContextManager):
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
+        if self.history and math.isnan(self.history[-1].get("eval_return", 0)):
+            self.again = [self.history.pop()]  # a signal has cut its evaluation short
         self.counters, self.saved = state["counters"], state["counters"]["iteration"]
         self.share_done() < 1 or report("run complete; longer: --total-cost (or --num-iterations)")
         return parts[RANK] if fits else ({}, None)

@@ -28,19 +28,22 @@ SMALL = {
 NORMS = "--norm-reward --norm-obs --norm-value --adaptive-lr 0.01"
 CASES = {
     "CartPole": (ppo, "--env CartPole-v1 --eval-every 2"),
-    "CartPole, normalised": (ppo, f"--env CartPole-v1 {NORMS}"),
+    "CartPole, normalised": (ppo, f"--env CartPole-v1 --eval-every 3 {NORMS}"),
     "CartPole, LSTM": (ppo, "--env CartPole-v1 --rnn lstm --rnn-size 8 --num-workers 2"),
     "HalfCheetah": (ppo, "--env HalfCheetah-v5 --num-envs 2"),
     "Breakout": (ppo_atari, "--env Breakout --num-envs 2 --num-workers 0 --eval-every 4"),
     "Breakout, workers": (
         ppo_atari,
-        "--env Breakout --num-envs 2 --num-workers 2 --full-action-space",
+        "--env Breakout --num-envs 2 --num-workers 2 --full-action-space --eval-every 3",
     ),
     "ResSim, step": (
         ppo_multilevel,
         "--env ResSim-v1 --eval-every 2 --schedule together --coupling step --control 1",
     ),
-    "ResSim, noise": (ppo_multilevel, "--env ResSim-v1 --schedule together --num-workers 2"),
+    "ResSim, noise": (
+        ppo_multilevel,
+        "--env ResSim-v1 --eval-every 3 --schedule together --num-workers 2",
+    ),
     "no map_from": (ppo_multilevel, "--env envs:make_cartpole --schedule together"),
 }
 SECONDS = {"wall_seconds", "sim_seconds", "sim_cost", "sps"}
@@ -109,7 +112,8 @@ def equal(a, b):
 
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_run_is_the_same_run(case, tmp_path, capsys, monkeypatch):
-    """6 iterations are 3, a stop, and 3 more: parameters, optimizer, generators, games, logs."""
+    """6 iterations are 3, a stop, and 3 more: parameters, optimizer, generators, games, logs; also
+    if an evaluation is due at the stop, which cuts it short: it is made again."""
     script, options = CASES[case]
     monkeypatch.setattr(ppo_atari, "EVAL_STEPS", 40)  # a whole episode takes seconds
     args = parse(script, tmp_path / "whole", "--num-iterations", "6", *options.split())
