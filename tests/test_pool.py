@@ -336,7 +336,8 @@ def test_evaluation_that_fails(script, tmp_path, monkeypatch):
 @atari_slow
 @pytest.mark.parametrize("during", [0, 2])
 def test_signal_during_an_evaluation(script, tmp_path, monkeypatch, during):
-    """A signal ends the evaluation of iteration 2, or of the start; a checkpoint is left too."""
+    """A signal ends the evaluation of iteration 2, or of the start, which is made again by a resumed
+    run; a checkpoint is left too."""
     args = parse(script, tmp_path, "--env", GOOD[script], "--num-iterations", "3")
     args.eval_every, args.save_every, args.num_workers = 2, 0, 0
     cuts, real = [], script.evaluate
@@ -353,11 +354,12 @@ def test_signal_during_an_evaluation(script, tmp_path, monkeypatch, during):
     result = script.train(args)
     assert result.signal == signal.SIGTERM
     assert cuts == [args.eval_episodes]  # after their first step
-    assert "eval_return" not in result.history[-1]
+    assert np.isnan(result.history[-1]["eval_return"])
     assert script.load_checkpoint(result.run_dir)["counters"]["iteration"] == during
     assert iterations(result.run_dir) == list(range(during + 1))
-    script.train(script.parse_args(["--resume", str(result.run_dir), "--quiet"]))
+    resumed = script.train(script.parse_args(["--resume", str(result.run_dir), "--quiet"]))
     assert iterations(result.run_dir) == [0, 1, 2, 3]
+    assert [row.get("eval_return") for row in resumed.history] == [0, None, 0, 0]
 
 
 def iterations(run_dir):
