@@ -336,7 +336,7 @@ def test_evaluation_that_fails(script, tmp_path, monkeypatch):
 @atari_slow
 @pytest.mark.parametrize("during", [0, 2])
 def test_signal_during_an_evaluation(script, tmp_path, monkeypatch, during):
-    """A signal ends the evaluation of iteration 2, or of the start, which a resumed run makes again;
+    """A signal ends the evaluation of iteration 2 or of the start; a resumed run makes it again;
     a checkpoint is left too."""
     args = parse(script, tmp_path, "--env", GOOD[script], "--num-iterations", "3")
     args.eval_every, args.save_every, args.num_workers = 2, 0, 0
