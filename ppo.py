@@ -937,7 +937,7 @@ class Run(AbstractContextManager):
     def __exit__(self, kind, _, trace):
         with self.stack:  # after a `break` at an iteration's end, too: it has not been saved
             # A second Ctrl-C too if games are busy, one of which may hang; no update is half done.
-            busy = any(frame.name == "call" for frame in traceback.extract_tb(trace))
+            busy = any(f.f_code is WorkerPool.call.__code__ for f, _ in traceback.walk_tb(trace))
             new = (not kind or kind is KeyboardInterrupt and busy) and self.saved != self.iteration
             if new or kind in (GameError, BrokenPipeError):
                 self.save(with_games=not kind or kind is BrokenPipeError and NUM_RANKS == 1)

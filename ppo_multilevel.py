@@ -1274,7 +1274,7 @@ class Run(AbstractContextManager):
     def __exit__(self, kind, _, trace):
         with self.stack:  # after a `break` at an iteration's end, too: it has not been saved
             # A second Ctrl-C too if games are busy, one of which may hang; no update is half done.
-            busy = any(frame.name == "call" for frame in traceback.extract_tb(trace))
+            busy = any(f.f_code is WorkerPool.call.__code__ for f, _ in traceback.walk_tb(trace))
             new = (not kind or kind is KeyboardInterrupt and busy) and self.saved != self.iteration
             if new or kind in (GameError, BrokenPipeError):
                 if kind and self.history and self.history[-1]["iteration"] < self.iteration:
@@ -1352,9 +1352,9 @@ class Run(AbstractContextManager):
         means = np.mean(self.recent or [(math.nan, math.nan)], axis=0).tolist()
         row |= self.counters | dict(zip(("episodic_return", "episodic_length"), means))
         row["sps"] = round(steps / seconds)
-        unbiased = len(episodes) == 1 or self.pool.arrays["ended"][::2].all()
-        if self.iteration == 1 and not (unbiased or self.args.quiet):
-            report("--num-steps: rollouts are not whole episodes, so the sum of levels is biased")
+        if self.iteration == 1 and len(episodes) > 1 and not self.args.quiet:
+            whole = self.pool.arrays["ended"][::2].all()  # own games, at the last step
+            whole or report("--num-steps: not whole episodes, so the sum of levels is biased")
         self.log(row)
         if self.args.save_every and self.iteration % self.args.save_every == 0:
             self.save()
