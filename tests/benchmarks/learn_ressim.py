@@ -58,7 +58,7 @@ RUNS = {
 # What the climb is compared with, on every case with the same learning rate, epochs and rows. The
 # costs are nominal, so that a run does not depend on the machine: milliseconds of a step on each
 # level, on one core with 25 actors in a batch, and 100 ms for an update. Those of v2 and the rod
-# were measured beside v1's on another machine (as in results/level_costs.csv), scaled by v1's.
+# were measured beside v1's on another machine, scaled by v1's; results/level_costs.csv has a third.
 COSTS = {"v1": [0.024, 0.06, 0.21, 0.88, 4.1], "v2": [0.052, 0.2, 0.87, 4.3]}
 COSTS |= {case: [0.024, 0.06, 0.21, 0.88] for case in ("v3", "v4")}
 COSTS["rod"] = [0.005, 0.008, 0.026, 0.13]
