@@ -18,17 +18,17 @@ Each iteration runs the policy π_old for T steps in N games, then takes K epoch
     loss = E[−L^CLIP + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]      PPO, Eq. (9), but for the ½
            + β E[KL(π_old(·|s_t), π_θ(·|s_t))], with --kl-coef                       PPO, Eq. (8)
 
-V(s) predicts the discounted sum of rewards from observation s on, Â_t how much more a_t brought, by
-one reward and V (λ = 0), by all rewards to the episode's or rollout's end and V there (λ = 1), or a
-mean of such. r_t is the reward, r_t(θ) the probability ratio; at π_old −r_t(θ) Â_t has the gradient
-of cross-entropy, a_t the label, Â_t the weight. The entropy H keeps it trying other actions.
+V(s) predicts the discounted sum of rewards from s on. The advantage Â_t is how much better a_t was,
+judged by one reward, then V (λ = 0), by all rewards of the episode or rollout, then V (λ = 1), or
+by a mean of these. r_t is a reward, r_t(θ) a ratio of probabilities; where it is 1, −r_t(θ) Â_t has
+the gradient of cross-entropy with label a_t and weight Â_t. The entropy H keeps actions varied.
 All that is stored at index t belongs to the action at t: `terminated[t]` says that it ended the
 task, no reward follows; `truncated[t]` that a time limit cut the episode short; done_t is either.
 Shapes: T steps (--num-steps), N games (--num-envs), B minibatches of M rows, D observation entries,
 A action entries, n logits; H memory entries of a recurrent policy, S entries of its whole state.
 
 The algorithm comes first: `train` and what it calls, down to the network. From the section "speed"
-on all is machinery; what serves several processes (own, gathered, averaged) does nothing in one.
+on all is machinery. In one process `mine`, `gathered` and `averaged` do nothing: read past them.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def make_parser():
     option("--time-limit-bootstrap", bool, True, "after a time limit V of the last state counts")
     option("--baseline", bool, True, "off: Â_t = Σ_k (γλ)^k r_{t+k}, no value loss")
     option("--kl-coef", number(float, 0), 0.0, "β of a KL penalty beside clipping; 0.01 to 3 usual")
-    option("--adaptive-lr", positive, None, "adapt the rate to this KL, not annealed; 0.01 usual")
+    option("--adaptive-lr", positive, None, "adapt the rate, at most 0.01, to this KL; 0.01 usual")
     option("--value-learning-rate", positive, None, "of V, if not --learning-rate")
     option("--rnn", str, None, "memory in front of the hidden layers", choices=("gru", "lstm"))
     option("--rnn-size", number(int, 1, 10_000), 64, "width of the memory; with --rnn B divides N")
@@ -145,8 +145,8 @@ def train(args):
         while run.goes_on():
             remaining = 1 - run.iteration / args.num_iterations if args.anneal_lr else 1
             rates = args.learning_rate, args.value_learning_rate or args.learning_rate
-            for group, rate in zip(optimizer.param_groups, rates):  # all, or policy, V
-                if not args.adaptive_lr or run.iteration == 0:  # else it goes on from where it is
+            for group, rate in zip(optimizer.param_groups, rates):  # one group, or policy's and V's
+                if not args.adaptive_lr or run.iteration == 0:  # else `update` adapts it
                     group["lr"] = rate * remaining
             # Sample: T steps in each of N games with the policy π_old.
             buffer, episodes = rollout(model, run.pool, args, generator)
@@ -169,11 +169,10 @@ def rollout(model, pool, args, generator):
     """Take T steps in all N games with the current policy. Returns the buffer, tensors (T, N, ...):
     obs, actions, logprobs, values, next_values, rewards, their discounted sums, terminated,
     truncated; and the (return, length) of the episodes that ended."""
-    arrays, T, act, buffer = pool.arrays, args.num_steps, fast_act(model), {}
+    arrays, T, act = pool.arrays, args.num_steps, fast_act(model)
     ends = ("ended", "episode_return", "episode_length")
     results = ("next_obs", "rewards", "terminated", "truncated", "discounted", *ends)
-    for name in (*model.stored, *results):
-        buffer[name] = np.empty((T, *arrays[name].shape), arrays[name].dtype)
+    buffer = {k: np.empty((T, *arrays[k].shape), arrays[k].dtype) for k in model.stored + results}
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
     noise = noise.chunk(NUM_RANKS, 1)[RANK].to(model.device)  # of this rank's games
     for t, noise_t in enumerate(noise):
@@ -183,17 +182,17 @@ def rollout(model, pool, args, generator):
         pool.call("step")  # plays `actions`; `obs` is then the next one, or a new episode's first
         for name in results:  # what came of it
             buffer[name][t] = arrays[name]
-    for name in ("next_obs", "rewards", "obs"):
-        for t, n, *i in np.argwhere(~(abs(buffer[name]) < 1e15)).tolist():  # squares fit float32
-            raise GameError(f"NaN or over 1e15 in {name}{i or ''} of game {n}, step {t}")
-    ended, *ends = gathered({k: torch.from_numpy(buffer.pop(k)) for k in ends}).values()
-    episodes = [*zip(*(column[ended].tolist() for column in ends))]
+    for name in ("next_obs", "rewards", "obs"):  # whose squares must fit into float32
+        for t, n, *entry in np.argwhere(~(abs(buffer[name]) < 1e15)).tolist():  # NaN < x is False
+            raise GameError(f"NaN or over 1e15 in {name}{entry or ''} of game {n}, step {t}")
+    ended, returns, lengths = gathered({k: torch.tensor(buffer.pop(k)) for k in ends}).values()
+    episodes = [*zip(returns[ended].tolist(), lengths[ended].tolist())]
     buffer = {name: torch.from_numpy(a).to(model.device) for name, a in buffer.items()}
     # One pass over all steps: no weight has changed since, so this is log π_old and V_old.
     pi, values = model(**{name: buffer[name] for name in model.inputs})
-    wrong = ~model.head.sample(pi, noise).isclose(buffer["actions"], 1e-3, 1e-3)  # but for ties
+    wrong = ~model.head.sample(pi, noise).isclose(buffer["actions"], 1e-3, 1e-3)  # a few: rounding
     assert wrong.sum() < 3 + wrong.numel() / 99, "acted unlike head.sample(pi, noise): fast_act?"
-    # V(s_{t+1}), never of the next episode's first state; as sequences of one step, (1, T·N, ...).
+    # V(s_{t+1}) of where each step led, not of the next episode's start; (1, T·N, ...): for --rnn.
     after = {k: buffer[f"next_{k}"].flatten(0, 1)[None] for k in ("obs", "state") if k in buffer}
     values = torch.stack([values, model(**after)[1].view(values.shape)])
     if model.value_norm is not None:
@@ -207,20 +206,20 @@ def rollout(model, pool, args, generator):
 def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     """Generalized advantage estimation; all tensors are (T, N). `next_values[t]` is V of where step
     t led: nothing if it `terminated` the episode. Both kinds of end stop the sum over steps."""
-    for tensor in (values, next_values, terminated, truncated):
-        assert tensor.shape == rewards.shape
+    assert all(x.shape == rewards.shape for x in (values, next_values, terminated, truncated))
     # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t); Â_t is δ_t at first
     advantages = rewards + gamma * next_values * ~terminated - values
     decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
-    for advantage, decay_t, following in reversed([*zip(advantages, decay, advantages[1:])]):
-        # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}, last step first; Â_T = 0
-        advantage.addcmul_(decay_t, following)  # in place; `following` is final
+    A, decay = advantages.unbind(), decay.unbind()  # views of each step's row, (N,)
+    for t in reversed(range(len(A) - 1)):  # the last step's Â_t remains its δ_t
+        # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
+        A[t].addcmul_(decay[t], A[t + 1])  # in place: adds the product
     return advantages
 
 
 def make_batch(buffer, model, args):
-    """Add advantages, returns; flatten to (T·N, ...) unless a state is among the model's inputs."""
-    if args.norm_reward:  # by the deviation of Game's discounted sums so far (Engstrom et al. 2020)
+    """Add advantages and returns; flatten to (T·N, ...), unless --rnn needs games as sequences."""
+    if args.norm_reward:  # by the deviation of all Σ_k γ^k r_{t−k} so far (Engstrom et al. 2020)
         model.reward_norm.update(buffer["discounted"].flatten())
         buffer["rewards"] = (buffer["rewards"] / model.reward_norm.std).clamp(-10, 10)
     if not args.time_limit_bootstrap:
@@ -254,9 +253,9 @@ def losses(model, batch, clip_coef, clip_vloss):
     ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
-    # PPO, Eq. (9), second term, halved: ½ (V_θ(s_t) − R_t)²
+    # PPO, Eq. (9), second term: (V_θ(s_t) − R_t)²; halved at the end
     v_loss = (values - returns).square()
-    if clip_vloss:  # or ½ (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², the larger: not in the paper
+    if clip_vloss:  # or, if larger, (V_old + clip(V_θ − V_old, −ε, ε) − R_t)²: not in the paper
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, (batch["values"] + change - returns).square())
     return pg_loss, 0.5 * v_loss, model.head.entropy(pi), logratio
@@ -267,8 +266,8 @@ def update(model, optimizer, batch, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     assert all(p.grad._base is model.gradient for p in model.parameters()), "see make_optimizer"
     seen, B = [], args.num_minibatches
-    axis = batch["advantages"].dim() - 1  # of the rows; (T, N): a row is a game's whole sequence
-    own = (*[slice(None)] * axis, slice(RANK, None, NUM_RANKS))  # rows of this rank
+    axis = batch["advantages"].dim() - 1  # of the rows: 0; 1 if each is a game's sequence (--rnn)
+    mine = (slice(None),) * axis + (slice(RANK, None, NUM_RANKS),)  # rows of this rank
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
     for epoch in range(args.update_epochs):
@@ -278,7 +277,7 @@ def update(model, optimizer, batch, args, generator):
         if args.norm_adv == "minibatch":
             shuffled["advantages"] = [normalised(chunk) for chunk in shuffled["advantages"]]
         for i in range(B):
-            mb = {name: chunks[i][own] for name, chunks in shuffled.items()}
+            mb = {name: chunks[i][mine] for name, chunks in shuffled.items()}
             *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
             pg_loss, v_loss, entropy = [term.mean() for term in terms]
             ratio = logratio.exp()
@@ -288,8 +287,8 @@ def update(model, optimizer, batch, args, generator):
             loss = pg_loss + args.vf_coef * args.baseline * v_loss - args.ent_coef * entropy
             if args.kl_coef:  # PPO, Eq. (8): + β KL(π_old, π_θ)
                 loss += args.kl_coef * approx_kl
-            row = torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach()
-            seen.append(averaged(row))
+            row = averaged(torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach())
+            seen.append(row)
             stop = args.target_kl is not None and row[3] > args.target_kl  # approx_kl
             if stop:
                 break
@@ -298,7 +297,7 @@ def update(model, optimizer, batch, args, generator):
             norm = float(averaged(model.gradient).norm())
             if not math.isfinite(norm):  # before it reaches the weights
                 raise FloatingPointError("no finite gradient: lower --learning-rate? --norm-value?")
-            model.gradient.mul_(min(1, args.max_grad_norm / (norm + 1e-6)))  # cut to this length
+            model.gradient.mul_(min(1, args.max_grad_norm / (norm + 1e-6)))  # as clip_grad_norm_
             optimizer.step()
         if args.adaptive_lr:  # as in skrl's KLAdaptiveLR, by the epoch's mean approx_kl
             kl = torch.stack(seen[epoch * B :])[:, 3].mean()
@@ -337,8 +336,8 @@ class Model(nn.Module):
         super().__init__()
         self.obs_dim, self.action_space = obs_dim, action_space
         rnn, masks = bool(args.rnn), bool(args.action_masks)
-        self.inputs = ("obs", *["starts", "state"] * rnn, *["action_mask"] * masks)  # of `forward`
-        self.stored = (*self.inputs, "actions", *["next_state"] * rnn)  # by a rollout
+        self.inputs = ("obs",) + ("starts", "state") * rnn + ("action_mask",) * masks  # of forward
+        self.stored = self.inputs + ("actions",) + ("next_state",) * rnn  # by a rollout
         self.obs_norm = RunningNorm((obs_dim,), cut=10) if args.norm_obs else nn.Identity()
         self.value_norm = RunningNorm() if args.norm_value else None
         self.reward_norm = RunningNorm() if args.norm_reward else None
@@ -353,8 +352,8 @@ class Model(nn.Module):
         self.memory = Memory(obs_dim, args) if args.rnn else None
 
     def forward(self, obs, starts=None, state=None, action_mask=None):
-        """Observations (..., D) → pi (..., ·), what the head makes of them, and values (...).
-        Allowed actions are flags (M, n). With --norm-value the values are normalised ones."""
+        """Observations (..., D) → pi (..., ·), log-probabilities or means, and values (...), with
+        --norm-value normalised ones. `action_mask` (..., n): flags of the allowed options."""
         x = self.obs_norm(obs)
         if self.memory is not None:
             x, _ = self.memory(x, starts, state[0])  # (T, M, H)
@@ -411,7 +410,7 @@ class Categorical(nn.Module):
     def forward(self, h, action_mask=None):
         """Features (M, F), flags of allowed options (M, n) or None → log-probabilities (M, n)."""
         logits = self.logits(h)
-        if action_mask is not None:  # a probability of exactly 0, and 0 log 0 = 0, unlike with −∞
+        if action_mask is not None:  # −1e8: π is exactly 0, but π log π is no NaN, as it is with −∞
             logits = logits.where(action_mask, -1e8)
         if len(self.options) == 1:  # an update of CartPole's takes 6 % less without split and cat
             return logits.log_softmax(-1)
@@ -439,7 +438,7 @@ class Categorical(nn.Module):
 
 class Gaussian(nn.Module):
     """Policy head for Box: mean from the features, one free log σ per action entry. With
-    --full-covariance L Lᵀ: L is lower triangular, with σ on its diagonal."""
+    --full-covariance the covariance is L Lᵀ: L is lower triangular, with σ on its diagonal."""
 
     factor = property(lambda head: head.lower.tril(-1) + head.log_std.exp().diag())  # L, (A, A)
 
@@ -495,7 +494,7 @@ class Memory(nn.Module):
         """Inputs (T, M, D), flags of episodes' first steps (T, M) or None, state before (M, S).
         Returns the memories (T, M, H) after each of the steps, and the last state (M, S)."""
         starts = torch.zeros_like(x[..., 0], dtype=torch.bool) if starts is None else starts
-        # Where no game starts an episode, one call does many steps.
+        # One call for all steps until some game starts an episode: there its state is set to 0.
         cuts, memories = (starts[1:].any(dim=1).nonzero().flatten() + 1).tolist(), []
         for begin, end in zip([0, *cuts], [*cuts, len(x)], strict=True):
             state = (state * ~starts[begin].unsqueeze(-1)).unsqueeze(0)  # (1, M, S)
@@ -510,7 +509,7 @@ class Memory(nn.Module):
 class RunningNorm(nn.Module):
     """(x − μ) / σ with the mean and deviation of all rows seen; saved with the model."""
 
-    std = property(lambda norm: (norm.var + 1e-8).sqrt())  # σ, never 0
+    std = property(lambda norm: (norm.var + 1e-8).sqrt())  # σ, at least 1e-4
 
     def __init__(self, shape=(), cut=math.inf):
         super().__init__()
@@ -534,8 +533,8 @@ class RunningNorm(nn.Module):
 
 @torch.no_grad()
 def normalise_values(model, batch, returns):
-    """Take returns into their running mean and deviation, normalise the batch's values by them. The
-    last layer changes so that V(s) stays what it was: PopArt, van Hasselt et al. 2016."""
+    """Update the returns' running mean and deviation, and normalise the batch's values by them. The
+    last layer is rescaled so that V(s) stays what it was: PopArt, van Hasselt et al. 2016."""
     norm, layer = model.value_norm, model.value
     mean, std = norm.mean.clone(), norm.std
     norm.update(returns.flatten())
@@ -567,8 +566,8 @@ ACTIVATIONS = {"tanh": Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 
 
 def fast_act(model):
-    """Return `model.act`; of a plain policy (one choice or a diagonal Gaussian, tanh, CPU) the same
-    in NumPy: on a step's few rows torch is mostly overhead (tests/benchmarks/speed_ppo.py)."""
+    """Return `model.act`, or the same in NumPy if the policy is plain (one choice or a diagonal
+    Gaussian, tanh, CPU): torch is mostly overhead for few rows (tests/benchmarks/speed_ppo.py)."""
     norm, head, discrete = model.obs_norm, model.head, type(model.head) is Categorical
     layers = [*model.actor.children(), *head.children()]
     plain = len(head.options) == 1 if discrete else type(head) is Gaussian and head.lower is None
@@ -593,9 +592,9 @@ def fast_act(model):
 
 
 def make_optimizer(model, split=False):
-    """Return Adam for one vector, of which the parameters become views, as their gradients do of
-    `model.gradient`: it is faster on that than on many small tensors. With `split` it is for the
-    parameters, in two groups, policy and value function."""
+    """Return Adam for one vector of all parameters: faster than for many small tensors. The
+    parameters become views of it, their gradients views of `model.gradient`. With `split` Adam has
+    the parameters themselves, in two groups: the policy's, the value function's."""
     parameters, sizes = [*model.parameters()], [p.numel() for p in model.parameters()]
     vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
     vector.grad = model.gradient = torch.zeros_like(vector)
@@ -605,7 +604,7 @@ def make_optimizer(model, split=False):
     groups = [[vector]]
     if split:
         V = {*model.value.parameters(), *model.critic.parameters()} - {*model.actor.parameters()}
-        groups = [[p for p in parameters if (p in V) == last] for last in (False, True)]
+        groups = [[p for p in parameters if p not in V], [p for p in parameters if p in V]]
     optimizer = torch.optim.Adam([{"params": group} for group in groups], eps=1e-5, fused=True)
     optimizer.zero_grad = lambda set_to_none=False: model.gradient.zero_()  # None would cut them
     return optimizer
@@ -709,7 +708,7 @@ class Game:
         with suppress(Exception):  # whatever an env and its attributes raise
             states = [x.get_state() if kept is None else kept for x, kept in layers(self.env)]
             numbers, seen = {id(x): i for i, (x, _) in enumerate(layers(self.env))}, []
-            pickler = pickle.Pickler(file := io.BytesIO())  # numbers: for links back to the env
+            pickler = pickle.Pickler(file := io.BytesIO())  # a link to a layer becomes its number
             pickler.persistent_id = lambda x: seen.append(x) or numbers.get(id(x))
             pickler.dump([self.seed, *states])
             # EzPickle keeps how an env was made, not where it is; arrays lose what they share.
@@ -728,8 +727,8 @@ class Game:
 
 
 def layers(env):
-    """Return wrappers, from outside, and env, each with the attributes that are its state; None if
-    it has methods for that (both: MuJoCo's set_state alone does something else)."""
+    """Return wrappers, outermost first, and env, each with its state: a dict of attributes, or None
+    if it has get_state and set_state (both: MuJoCo's set_state alone does something else)."""
     wrapped, methods = isinstance(env, gym.Wrapper), ("get_state", "set_state")
     others = "env func _cached_spec _saved_kwargs" if wrapped else "_ezpickle_args _ezpickle_kwargs"
     kept = {k: value for k, value in vars(env).items() if k not in ["spec", *others.split()]}
@@ -790,17 +789,17 @@ class WorkerPool:
         start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
         context, shared, self.workers = multiprocessing.get_context(start_method), {}, []
         for name, (shape, dtype) in layout.items():
-            # In steps of 64 bytes, so are the addresses: torch may round by an array's alignment.
+            # Multiples of 64 bytes align all arrays alike: torch's rounding may depend on that.
             size = math.prod(shape) * np.dtype(dtype).itemsize // 64 * 64 + 64
             shared[name] = shape, dtype, context.RawArray("b", size)
         self.arrays = {name: np.ndarray(*array) for name, array in shared.items()}
         self.games = None if num_workers else make_games(range(num_envs), self.arrays)
         for rows in np.array_split(range(num_envs), min(num_workers, num_envs) or 1)[:num_workers]:
-            pipe, remote = context.Pipe()
-            arguments = remote, make_games, rows, shared
-            self.workers.append((pipe, context.Process(target=work, args=arguments, daemon=True)))
-            self.workers[-1][1].start()
-            remote.close()
+            pipe, end = context.Pipe()
+            child = context.Process(target=work, args=(end, make_games, rows, shared), daemon=True)
+            child.start()
+            self.workers.append((pipe, child))
+            end.close()
 
     def call(self, command, *arguments):
         """Have all games carry out a command. Returns the list of the workers' answers."""
@@ -837,8 +836,8 @@ class WorkerPool:
 
 def work(pipe, make_games, rows, shared):
     """Be a worker: make its games, have them carry out one command after the other, close them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # both are for the main process to handle;
-    signal.signal(signal.SIGTERM, lambda *_: None)  # programs that a game starts may end by this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # both signals are the main process's to handle;
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which a game's programs inherit
     parent, command = multiprocessing.parent_process().sentinel, None
     seeds = np.random.SeedSequence([torch.initial_seed(), RANK, int(rows[0])]).generate_state(2)
     np.random.seed(seeds[0]), torch.manual_seed(int(seeds[1]))  # else games of all forks draw alike
@@ -935,8 +934,8 @@ class Run(AbstractContextManager):
             self.stack, self.states, self.started = self.stack.pop_all(), states, None
 
     def __exit__(self, kind, _, trace):
-        with self.stack:  # after a `break` at an iteration's end, too: it has not been saved
-            # A second Ctrl-C too if games are busy, one of which may hang; no update is half done.
+        with self.stack:  # which closes all; first save, as a `break` out of train's loop has not
+            # A second Ctrl-C saves too if games are busy: one may hang, but no update is half done.
             busy = any(f.f_code is WorkerPool.call.__code__ for f, _ in traceback.walk_tb(trace))
             new = (not kind or kind is KeyboardInterrupt and busy) and self.saved != self.iteration
             if new or kind in (GameError, BrokenPipeError):
@@ -963,7 +962,8 @@ class Run(AbstractContextManager):
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
         self.signal = agreed or self.signal
         going = self.iteration < self.args.num_iterations and not agreed
-        going or self.saved == self.iteration or self.save()
+        if not going and self.saved != self.iteration:
+            self.save()
         return going
 
     def end_iteration(self, row, episodes, **counts):
@@ -981,7 +981,7 @@ class Run(AbstractContextManager):
             self.save()
 
     def log(self, row):
-        """Evaluate if it is due, write and print the row."""
+        """Evaluate if it is due, add that to the row, write and print the row."""
         args, done, total = self.args, self.iteration, self.args.num_iterations
         self.history.append(row)
         if RANK > 0:
@@ -1019,7 +1019,7 @@ class Run(AbstractContextManager):
         self.writer = csv.DictWriter(self.stack.enter_context(file), COLUMNS, extrasaction="ignore")
         self.writer.writeheader()
         self.writer.writerows(self.history)
-        begin = self.counters["global_step"] + 1 - len(self.again)
+        begin = self.counters["global_step"] + 1 - len(self.again)  # later events are dropped
         self.events = SummaryWriter(str(self.run_dir), purge_step=begin)
         self.stack.callback(self.events.close)
         self.Summary = summary.Summary  # one for all of an iteration's numbers: faster
@@ -1028,10 +1028,10 @@ class Run(AbstractContextManager):
         self.args.quiet or self.stack.callback(print, f"run folder: {self.run_dir}")
 
     def save(self, with_games=True):
-        """Write RUN_DIR/checkpoint.pt, all that a resumed run needs; all ranks call this."""
+        """Write checkpoint.pt, games as bytes that only --resume unpickles; all ranks call this."""
         games, file = None, io.BytesIO()
         if with_games:
-            arrays = {name: array for name, array in self.pool.arrays.items() if name[0] != "*"}
+            arrays = {k: a for k, a in self.pool.arrays.items() if k[0] != "*"}  # *: Atari's buffer
             games = gathered_objects((arrays, sum(self.pool.call("get_state"), [])))
             games = torch.frombuffer(bytearray(pickle.dumps(games)), dtype=torch.uint8)
         if RANK == 0:
@@ -1258,7 +1258,7 @@ def parse_with_run(parser, argv):
     args.device == "cuda" and NUM_RANKS > 1 and torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if RANK == 0 and not run_dir:
         (path := run_path(args)).parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # it is free; other OSErrors: it cannot be a name
+        with suppress(FileNotFoundError):  # it is free; another OSError: no folder can be called so
             path.stat() and parser.error(f"argument --run-name: {path} is there already")
     return args
 
@@ -1266,7 +1266,7 @@ def parse_with_run(parser, argv):
 def warn_of_scale(args, space):
     """Report a Box of another scale than a Gaussian policy's first actions, which are only cut."""
     sigma, (low, high) = np.exp(args.init_log_std), np.float64([space.low, space.high])
-    half, off = high / 2 - low / 2, np.maximum(low, -high)  # width (no bounds: huge), way from 0
+    half, off = high / 2 - low / 2, np.maximum(low, -high)  # half width (no bounds: huge), gap to 0
     if ((half < sigma / 20) | (half > 12.5 * sigma) & (half < 5e29) | (off > sigma)).any():
         found = f"0 ± {sigma:.3g} at first, the Box is {low.min():g} to {high.max():g}"
         report(f"actions are {found}: gymnasium.wrappers.RescaleAction, or --init-log-std?")
@@ -1296,7 +1296,7 @@ def main():
     sys.path.append(os.getcwd())  # where a module of --env may lie
     with suppress(AttributeError):  # a notebook's; not all of Windows's code pages have a γ
         sys.stdout.reconfigure(errors="replace")
-    # TensorBoard's thread hands its errors to the Run.
+    # Without a traceback from TensorBoard's writer thread: the Run meets the same error.
     threading.excepthook = lambda e: "AsyncWriter" in repr(e.thread) or threading.__excepthook__(e)
     args, told = None, (GameError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError)
     told += (RuntimeError,) if NUM_RANKS > 1 else ()  # of torch, if another rank is gone

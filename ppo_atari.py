@@ -154,10 +154,10 @@ def train(args):
             # Learn: K epochs of minibatch steps towards the better actions.
             row |= update(model, optimizer, batch, args, clip_coef, generator)
             run.end_iteration(row, episodes, global_step=args.num_envs * args.num_steps)
-            if "eval_return" in row:  # where the last of its games ended
-                arrays, step = run.eval_pool.arrays, row["global_step"]
+            if "eval_return" in row:  # `log` adds it; a picture of where its last game ended
+                arrays = run.eval_pool.arrays
                 picture = arrays["next_obs"][arrays["ended"].argmax(), ..., -1]
-                run.events.add_image("eval/end", picture, step, dataformats="HW")
+                run.events.add_image("eval/end", picture, row["global_step"], dataformats="HW")
     return run
 
 
@@ -185,8 +185,8 @@ def rollout(model, pool, args, generator):
     pool.player.load_state_dict(model.state_dict())  # on a CPU they are the same
     pool.call("rollout")
     ends = ("ended", "episode_return", "episode_length")
-    ended, *ends = gathered({k: torch.from_numpy(buffer[k]) for k in ends}).values()
-    episodes = [*zip(*(column[ended].tolist() for column in ends))]
+    ended, returns, lengths = gathered({k: torch.tensor(buffer[k]) for k in ends}).values()
+    episodes = [*zip(returns[ended].tolist(), lengths[ended].tolist())]
     next_obs = torch.from_numpy(buffer["next_obs"])
     names = ("obs", "actions", "rewards", "terminated", "truncated")
     buffer = {name: torch.from_numpy(buffer[name]).to(model.device) for name in names}
@@ -221,14 +221,14 @@ def play_steps(games):
 def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     """Generalized advantage estimation; all tensors are (T, N). `next_values[t]` is V of where step
     t led: nothing if it `terminated` the episode. Both kinds of end stop the sum over steps."""
-    for tensor in (values, next_values, terminated, truncated):
-        assert tensor.shape == rewards.shape
+    assert all(x.shape == rewards.shape for x in (values, next_values, terminated, truncated))
     # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t); Â_t is δ_t at first
     advantages = rewards + gamma * next_values * ~terminated - values
     decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
-    for advantage, decay_t, following in reversed([*zip(advantages, decay, advantages[1:])]):
-        # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}, last step first; Â_T = 0
-        advantage.addcmul_(decay_t, following)  # in place; `following` is final
+    A, decay = advantages.unbind(), decay.unbind()  # views of each step's row, (N,)
+    for t in reversed(range(len(A) - 1)):  # the last step's Â_t remains its δ_t
+        # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
+        A[t].addcmul_(decay[t], A[t + 1])  # in place: adds the product
     return advantages
 
 
@@ -260,9 +260,9 @@ def losses(model, batch, clip_coef, clip_vloss):
     ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
-    # PPO, Eq. (9), second term, halved: ½ (V_θ(s_t) − R_t)²
+    # PPO, Eq. (9), second term: (V_θ(s_t) − R_t)²; halved at the end
     v_loss = (values - returns).square()
-    if clip_vloss:  # or ½ (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², the larger: not in the paper
+    if clip_vloss:  # or, if larger, (V_old + clip(V_θ − V_old, −ε, ε) − R_t)²: not in the paper
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, (batch["values"] + change - returns).square())
     return pg_loss, 0.5 * v_loss, model.head.entropy(pi), logratio
@@ -272,7 +272,7 @@ def losses(model, batch, clip_coef, clip_vloss):
 def update(model, optimizer, batch, args, clip_coef, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     assert all(p.grad._base is model.gradient for p in model.parameters()), "see make_optimizer"
-    seen, B, own = [], args.num_minibatches, slice(RANK, None, NUM_RANKS)  # rows of this rank
+    seen, B, mine = [], args.num_minibatches, slice(RANK, None, NUM_RANKS)  # rows of this rank
     loss_terms = torch.compile(losses, mode="reduce-overhead") if args.compile else losses
     clip_coef = torch.tensor(clip_coef, device=model.device)  # a float would be compiled in
     if args.norm_adv == "batch":
@@ -283,7 +283,7 @@ def update(model, optimizer, batch, args, clip_coef, generator):
             mb = {name: column.index_select(0, mb_rows) for name, column in batch.items()}
             if args.norm_adv == "minibatch":
                 mb["advantages"] = normalised(mb["advantages"])
-            mb = {name: column[own] for name, column in mb.items()}
+            mb = {name: column[mine] for name, column in mb.items()}
             *terms, logratio = loss_terms(model, mb, clip_coef, args.clip_vloss)
             pg_loss, v_loss, entropy = [term.mean() for term in terms]
             ratio = logratio.exp()
@@ -291,8 +291,8 @@ def update(model, optimizer, batch, args, clip_coef, generator):
             clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
             # PPO, Eq. (9): loss = E[−L^CLIP + c_v ½ (V_θ − R)² − c_e H]
             loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
-            row = torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach()
-            seen.append(averaged(row))
+            row = averaged(torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach())
+            seen.append(row)
             stop = args.target_kl is not None and row[3] > args.target_kl  # approx_kl
             if stop:
                 break
@@ -301,7 +301,7 @@ def update(model, optimizer, batch, args, clip_coef, generator):
             norm = float(averaged(model.gradient).norm())
             if not math.isfinite(norm):  # before it reaches the weights
                 raise FloatingPointError("no finite gradient: lower --learning-rate?")
-            model.gradient.mul_(min(1, args.max_grad_norm / (norm + 1e-6)))  # cut to this length
+            model.gradient.mul_(min(1, args.max_grad_norm / (norm + 1e-6)))  # as clip_grad_norm_
             optimizer.step()
         if stop:
             break
@@ -333,8 +333,8 @@ def has_bf16(device):
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     able = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
-    without_amx = able.get("avx512_bf16") and not able.get("avx512_fp16")  # slower on Intel's
-    return bool(able.get("amx_bf16") or without_amx)
+    amd = able.get("avx512_bf16") and not able.get("avx512_fp16")  # Intel's, with both, is slower
+    return bool(able.get("amx_bf16") or amd)
 
 
 class Model(nn.Module):
@@ -347,7 +347,7 @@ class Model(nn.Module):
     def __init__(self, action_space, bf16=False):
         super().__init__()
         self.action_space, self.bf16 = action_space, bf16
-        self.actor = self.critic = nn.Sequential(
+        self.actor = nn.Sequential(
             layer_init(nn.Conv2d(4, 32, 8, stride=4)),  # (M, 32, 20, 20)
             nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),  # (M, 64, 9, 9)
@@ -359,7 +359,7 @@ class Model(nn.Module):
             nn.ReLU(),
         )
         self.head = Categorical(512, [int(action_space.n)])
-        layer_init(self.head.logits, 0.1)  # not 0.01
+        layer_init(self.head.logits, 0.1)  # labml's √0.01; Categorical's own gain is 0.01
         self.value = layer_init(nn.Linear(512, 1), 1.0)
 
     def forward(self, obs):
@@ -416,7 +416,7 @@ class Categorical(nn.Module):
     def forward(self, h, action_mask=None):
         """Features (M, F), flags of allowed options (M, n) or None → log-probabilities (M, n)."""
         logits = self.logits(h)
-        if action_mask is not None:  # a probability of exactly 0, and 0 log 0 = 0, unlike with −∞
+        if action_mask is not None:  # −1e8: π is exactly 0, but π log π is no NaN, as it is with −∞
             logits = logits.where(action_mask, -1e8)
         if len(self.options) == 1:  # an update of CartPole's takes 6 % less without split and cat
             return logits.log_softmax(-1)
@@ -444,8 +444,8 @@ class Categorical(nn.Module):
 
 # ------------------------------------------------------------------------------------ speed
 def make_optimizer(model):
-    """Return Adam for one vector, of which the parameters become views, as their gradients do of
-    `model.gradient`: it is faster on that than on many small tensors."""
+    """Return Adam for one vector of all parameters: faster than for many small tensors. The
+    parameters become views of it, their gradients views of `model.gradient`."""
     parameters, sizes = [*model.parameters()], [p.numel() for p in model.parameters()]
     vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
     vector.grad = model.gradient = torch.zeros_like(vector)
@@ -470,6 +470,7 @@ def game_name(name):
     import ale_py
 
     gym.register_envs(ale_py)
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
     games = [id[4:-3] for id in gym.registry if re.fullmatch(r"ALE/.*-v5", id)]
     game = re.sub(r"^ALE/|(NoFrameskip|Deterministic)?-v\d+$", "", name)
     return next((known for known in games if known.lower() == game.lower()), game)
@@ -477,9 +478,6 @@ def game_name(name):
 
 def make_env(env_id, sticky_actions=0.0, full_action_space=False, render_mode=None):
     """Return the Gymnasium env of a game, one frame per step."""
-    import ale_py
-
-    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
     options = {"frameskip": 1, "repeat_action_probability": sticky_actions}
     options |= {"full_action_space": full_action_space, "render_mode": render_mode}
     options["obs_type"] = "ram"  # small: `Game` looks at the screen itself, not at every frame
@@ -523,7 +521,7 @@ class Game:
             self.press(0)
         if self.fire is not None and not self.game_over:
             self.press(self.fire)
-        if self.game_over:  # that was all the last life had to give
+        if self.game_over:  # these presses have ended it
             self.reset()
         else:
             self.obs[:] = self.picture()[..., None]
@@ -569,7 +567,7 @@ class Game:
         observation, and `obs` the next one's first."""
         arrays, n = self.arrays, self.n
         score, terminated, truncated = self.press(int(arrays["actions"][n]))
-        self.length, self.last_game = self.length + 1, None
+        self.length, self.last_game = self.length + 1, None  # unless `new_game` sets it below
         # The four pictures are the four bytes of a number: a shift is much faster than np.roll.
         pictures = self.obs.view("<u4")[..., 0]
         pictures >>= 8
@@ -668,17 +666,17 @@ class WorkerPool:
         start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
         context, shared, self.workers = multiprocessing.get_context(start_method), {}, []
         for name, (shape, dtype) in layout.items():
-            # In steps of 64 bytes, so are the addresses: torch may round by an array's alignment.
+            # Multiples of 64 bytes align all arrays alike: torch's rounding may depend on that.
             size = math.prod(shape) * np.dtype(dtype).itemsize // 64 * 64 + 64
             shared[name] = shape, dtype, context.RawArray("b", size)
         self.arrays = {name: np.ndarray(*array) for name, array in shared.items()}
         self.games = None if num_workers else make_games(range(num_envs), self.arrays)
         for rows in np.array_split(range(num_envs), min(num_workers, num_envs) or 1)[:num_workers]:
-            pipe, remote = context.Pipe()
-            arguments = remote, make_games, rows, shared
-            self.workers.append((pipe, context.Process(target=work, args=arguments, daemon=True)))
-            self.workers[-1][1].start()
-            remote.close()
+            pipe, end = context.Pipe()
+            child = context.Process(target=work, args=(end, make_games, rows, shared), daemon=True)
+            child.start()
+            self.workers.append((pipe, child))
+            end.close()
 
     def call(self, command, *arguments):
         """Have all games carry out a command. Returns the list of the workers' answers."""
@@ -715,8 +713,8 @@ class WorkerPool:
 
 def work(pipe, make_games, rows, shared):
     """Be a worker: make its games, have them carry out one command after the other, close them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # both are for the main process to handle;
-    signal.signal(signal.SIGTERM, lambda *_: None)  # programs that a game starts may end by this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # both signals are the main process's to handle;
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which a game's programs inherit
     parent, command = multiprocessing.parent_process().sentinel, None
     seeds = np.random.SeedSequence([torch.initial_seed(), RANK, int(rows[0])]).generate_state(2)
     np.random.seed(seeds[0]), torch.manual_seed(int(seeds[1]))  # else games of all forks draw alike
@@ -813,8 +811,8 @@ class Run(AbstractContextManager):
             self.stack, self.states, self.started = self.stack.pop_all(), states, None
 
     def __exit__(self, kind, _, trace):
-        with self.stack:  # after a `break` at an iteration's end, too: it has not been saved
-            # A second Ctrl-C too if games are busy, one of which may hang; no update is half done.
+        with self.stack:  # which closes all; first save, as a `break` out of train's loop has not
+            # A second Ctrl-C saves too if games are busy: one may hang, but no update is half done.
             busy = any(f.f_code is WorkerPool.call.__code__ for f, _ in traceback.walk_tb(trace))
             new = (not kind or kind is KeyboardInterrupt and busy) and self.saved != self.iteration
             if new or kind in (GameError, BrokenPipeError):
@@ -841,7 +839,8 @@ class Run(AbstractContextManager):
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
         self.signal = agreed or self.signal
         going = self.iteration < self.args.num_iterations and not agreed
-        going or self.saved == self.iteration or self.save()
+        if not going and self.saved != self.iteration:
+            self.save()
         return going
 
     def end_iteration(self, row, episodes, **counts):
@@ -859,7 +858,7 @@ class Run(AbstractContextManager):
             self.save()
 
     def log(self, row):
-        """Evaluate if it is due, write and print the row."""
+        """Evaluate if it is due, add that to the row, write and print the row."""
         args, done, total = self.args, self.iteration, self.args.num_iterations
         self.history.append(row)
         if RANK > 0:
@@ -897,7 +896,7 @@ class Run(AbstractContextManager):
         self.writer = csv.DictWriter(self.stack.enter_context(file), COLUMNS, extrasaction="ignore")
         self.writer.writeheader()
         self.writer.writerows(self.history)
-        begin = self.counters["global_step"] + 1 - len(self.again)
+        begin = self.counters["global_step"] + 1 - len(self.again)  # later events are dropped
         self.events = SummaryWriter(str(self.run_dir), purge_step=begin)
         self.stack.callback(self.events.close)
         self.Summary = summary.Summary  # one for all of an iteration's numbers: faster
@@ -906,10 +905,10 @@ class Run(AbstractContextManager):
         self.args.quiet or self.stack.callback(print, f"run folder: {self.run_dir}")
 
     def save(self, with_games=True):
-        """Write RUN_DIR/checkpoint.pt, all that a resumed run needs; all ranks call this."""
+        """Write checkpoint.pt, games as bytes that only --resume unpickles; all ranks call this."""
         games, file = None, io.BytesIO()
         if with_games:
-            arrays = {name: array for name, array in self.pool.arrays.items() if name[0] != "*"}
+            arrays = {k: a for k, a in self.pool.arrays.items() if k[0] != "*"}  # *: Atari's buffer
             games = gathered_objects((arrays, sum(self.pool.call("get_state"), [])))
             games = torch.frombuffer(bytearray(pickle.dumps(games)), dtype=torch.uint8)
         if RANK == 0:
@@ -1131,7 +1130,7 @@ def parse_with_run(parser, argv):
     args.device == "cuda" and NUM_RANKS > 1 and torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if RANK == 0 and not run_dir:
         (path := run_path(args)).parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # it is free; other OSErrors: it cannot be a name
+        with suppress(FileNotFoundError):  # it is free; another OSError: no folder can be called so
             path.stat() and parser.error(f"argument --run-name: {path} is there already")
     return args
 
@@ -1160,7 +1159,7 @@ def main():
     sys.path.append(os.getcwd())  # where a module of --env may lie
     with suppress(AttributeError):  # a notebook's; not all of Windows's code pages have a γ
         sys.stdout.reconfigure(errors="replace")
-    # TensorBoard's thread hands its errors to the Run.
+    # Without a traceback from TensorBoard's writer thread: the Run meets the same error.
     threading.excepthook = lambda e: "AsyncWriter" in repr(e.thread) or threading.__excepthook__(e)
     args, told = None, (GameError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError)
     told += (RuntimeError,) if NUM_RANKS > 1 else ()  # of torch, if another rank is gone

@@ -5,11 +5,11 @@
     python ppo_multilevel.py --env ResSim-v1 --schedule together          # the paper's schedule
     python ppo_multilevel.py --env my_simulation.py:Rod --levels 1 2 3   # yours, see README
 
-This is `ppo.py` for L levels of a simulation, grids or time steps, coarse to fine. A *climb*, the
-default, trains on one level at a time; checks on the finest tell where a second of it teaches most,
-see `Climb`. *Together* is the paper's multilevel Monte Carlo: N actors take many steps T^1 on the
-coarsest level, few, T^L, on the finest. On levels l > 1 a partner on level l−1 follows the fine
-one, so that few samples tell their difference; these and the coarsest loss make the finest's.
+This is `ppo.py` for a simulation on L levels (grids, time steps), coarse to fine. A *climb*, the
+default, trains on one level at a time; checks on the finest tell which level teaches most a second,
+see `Climb`. *Together* is the paper's multilevel Monte Carlo: N actors take many steps, T^1, on the
+coarsest level and few, T^L, on the finest. On a level l > 1 each has a partner on level l−1 that
+follows it, so few samples show how their losses differ; coarsest + differences = finest loss.
 
 Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), algorithms as in A.
 Dixit's "Implementation of multilevel PPO in Stable Baselines 3"; "PPO", Â_t, R_t, r_t(θ): `ppo.py`.
@@ -103,7 +103,7 @@ def make_parser():
     option("--num-steps", or_auto(number(int, 1, 100_000)), [50], text, nargs="+")
     option("--control", or_auto(fraction), "auto", "β of coarse rows; 1: the paper; auto: measured")
     option("--total-cost", positive, None, "finest-level steps; None: climbs by --env or 100 N T")
-    text = "seconds of a step of each level / number of workers, and of an update; None: measured"
+    text = "seconds of a step of each level / workers, an update on the coarsest; None: measured"
     option("--level-costs", positive, None, text, nargs="+")
     option("--check-episodes", number(int, 2, 100_000), 16, "of each check of a climb")
     text = "no training: print which levels pay, by this run's policy or else by the initial one"
@@ -203,9 +203,9 @@ def rollout(model, pool, level, T, args, generator):
     rewards, terminated, truncated; and the (return, length) of its own episodes that ended."""
     paired, act = level > 0 and args.schedule == "together", fast_act(model)
     by_step = paired and args.coupling == "step"
-    # Views of the level's own member 2l and, if paired, of its partner 2l − 1: own first.
+    # Views of level index l's own member, 2l, and of its partner, 2l − 1, if paired: own first.
     arrays = {name: a[2 * level - paired : 2 * level + 1][::-1] for name, a in pool.arrays.items()}
-    pair, rows, ends = members(arrays), [], ("ended", "episode_return", "episode_length")
+    pair, steps, ends = members(arrays), [], ("ended", "episode_return", "episode_length")
     noise = model.head.noise(T * args.num_envs, generator).view(T, args.num_envs, -1)
     noise = noise.chunk(NUM_RANKS, 1)[RANK].to(model.device)  # of this rank, for both members
     for t in range(T):
@@ -213,27 +213,26 @@ def rollout(model, pool, level, T, args, generator):
             act(member, noise[t])
         if by_step:  # a partner takes the fine member's action
             arrays["actions"][1] = arrays["actions"][0]
-        row = {name: arrays[name].copy() for name in model.stored}  # what the policy saw and did
+        step = {name: arrays[name].copy() for name in model.stored}  # what the policy saw and did
         pool.call("step", level, by_step)
-        row |= {name: arrays[name].copy() for name in (*model.results, *ends)}  # what came of it
-        rows.append(row)
-    buffer = {name: np.stack([row[name] for row in rows], axis=1) for name in rows[0]}
-    ended, *ends = gathered({k: torch.from_numpy(buffer.pop(k)[0]) for k in ends}).values()
-    parts = zip(members(buffer), args.levels[level::-1], [noise, None if by_step else noise])
-    buffers = [gathered(finish(model, *part)) for part in parts]
-    return buffers[::-1], [*zip(*(column[ended].tolist() for column in ends))]
+        steps.append(step | {k: arrays[k].copy() for k in model.results + ends})  # what came of it
+    buffer = {name: np.stack([step[name] for step in steps], axis=1) for name in steps[0]}
+    ended, returns, lengths = gathered({k: torch.tensor(buffer.pop(k)[0]) for k in ends}).values()
+    names, noises = args.levels[level::-1], [noise, None if by_step else noise]  # own, partner's
+    buffers = [gathered(finish(model, *part)) for part in zip(members(buffer), names, noises)]
+    return buffers[::-1], [*zip(returns[ended].tolist(), lengths[ended].tolist())]
 
 
-def finish(model, buffer, level, noise=None):
-    """Return a full buffer as tensors (T, N, ...), with values, next_values and logprobs, by passes
-    over all steps here, so that the rollout runs the policy only, with this `noise` if given."""
-    for name in ("next_obs", "rewards", "obs"):
-        for t, n, *i in np.argwhere(~(abs(buffer[name]) < 1e15)).tolist():  # squares fit float32
-            where = f"{name}{i or ''} of level {level}"
-            raise GameError(f"NaN or over 1e15 in {where}, actor {n}, step {t}")
+def finish(model, buffer, label, noise=None):
+    """Return a member's buffer as tensors (T, N, ...), with values, next_values and logprobs, which
+    one pass over all steps gives. Where actions should be those of a `noise`, check it."""
+    for name in ("next_obs", "rewards", "obs"):  # whose squares must fit into float32
+        for t, n, *entry in np.argwhere(~(abs(buffer[name]) < 1e15)).tolist():  # NaN < x is False
+            where = f"{name}{entry or ''} of level {label}, actor {n}, step {t}"
+            raise GameError(f"NaN or over 1e15 in {where}")
     buffer = {name: torch.from_numpy(a).to(model.device) for name, a in buffer.items()}
     pi, values = model(**{name: buffer[name] for name in model.inputs})
-    if noise is not None:  # which it acts by, but for ties
+    if noise is not None:  # a few may differ, by rounding
         wrong = ~np.isclose(model.head.sample(pi, noise).cpu(), buffer["actions"].cpu(), 1e-3, 1e-3)
         assert wrong.sum() < 3 + wrong.size / 99, "acted unlike head.sample(pi, noise): fast_act?"
     values = torch.stack([values, model(buffer["next_obs"])[1]])  # V(s_t), V(s_{t+1})
@@ -247,14 +246,14 @@ def finish(model, buffer, level, noise=None):
 def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     """Generalized advantage estimation; all tensors are (T, N). `next_values[t]` is V of where step
     t led: nothing if it `terminated` the episode. Both kinds of end stop the sum over steps."""
-    for tensor in (values, next_values, terminated, truncated):
-        assert tensor.shape == rewards.shape
+    assert all(x.shape == rewards.shape for x in (values, next_values, terminated, truncated))
     # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t); Â_t is δ_t at first
     advantages = rewards + gamma * next_values * ~terminated - values
     decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
-    for advantage, decay_t, following in reversed([*zip(advantages, decay, advantages[1:])]):
-        # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}, last step first; Â_T = 0
-        advantage.addcmul_(decay_t, following)  # in place; `following` is final
+    A, decay = advantages.unbind(), decay.unbind()  # views of each step's row, (N,)
+    for t in reversed(range(len(A) - 1)):  # the last step's Â_t remains its δ_t
+        # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
+        A[t].addcmul_(decay[t], A[t + 1])  # in place: adds the product
     return advantages
 
 
@@ -286,9 +285,9 @@ def losses(model, batch, clip_coef, clip_vloss):
     ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
-    # PPO, Eq. (9), second term, halved: ½ (V_θ(s_t) − R_t)²
+    # PPO, Eq. (9), second term: (V_θ(s_t) − R_t)²; halved at the end
     v_loss = (values - returns).square()
-    if clip_vloss:  # or ½ (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², the larger: not in the paper
+    if clip_vloss:  # or, if larger, (V_old + clip(V_θ − V_old, −ε, ε) − R_t)²: not in the paper
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, (batch["values"] + change - returns).square())
     return pg_loss, 0.5 * v_loss, model.head.entropy(pi), logratio
@@ -298,23 +297,22 @@ def losses(model, batch, clip_coef, clip_vloss):
 def update(model, optimizer, batch, plan, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
     assert all(p.grad._base is model.gradient for p in model.parameters()), "see make_optimizer"
-    seen, num_steps = [], plan.num_steps
-    sizes = num_steps, args.num_envs, args.num_minibatches
-    own = slice(RANK, None, NUM_RANKS)  # a minibatch's rows of this rank
-    weights = signed_weights(*sizes, plan.controls).to(batch["obs"].device)[own]
-    # Literally, a partner's row is +min(r Ã, clip(r) Ã): its ratio may take the sum to −∞. Bounded,
-    # it is −min(−r Ã, −clip(r) Ã), PPO's bound for −Ã, with the same gradient at π_old; and the
-    # value function fits the rows of positive weight, which have Σ_l b_l in all, not 1.
+    seen, sizes = [], (plan.num_steps, args.num_envs, args.num_minibatches)
+    mine = slice(RANK, None, NUM_RANKS)  # a minibatch's rows of this rank
+    weights = signed_weights(*sizes, plan.controls).to(batch["obs"].device)[mine]
+    # literal: a partner's policy loss is +min(r Ã, clip(r) Ã): if Ã < 0 it goes to −∞ as r grows.
+    # bounded: it is PPO's loss for −Ã, −min(−r Ã, −clip(r) Ã), with the same gradient at π_old; and
+    # V fits only the rows of positive weight, Σ_l b_l in all (see `signed_weights`) instead of 1.
     bounded = args.correction == "bounded"
-    term_weights = (1, weights.clamp(min=0), weights) if bounded else (weights, weights, weights)
-    coarsest = args.num_envs * num_steps[0]  # number of the coarsest level's rows
+    term_weights = (1, weights.clamp(min=0), weights) if bounded else (weights,) * 3  # of pg, v, H
+    coarsest = args.num_envs * plan.num_steps[0]  # number of the coarsest level's rows
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"], coarsest)}
     for mb_rows in (r for _ in range(args.update_epochs) for r in minibatches(*sizes, generator)):
         mb = {name: column[mb_rows] for name, column in batch.items()}  # (S, ...)
         if args.norm_adv == "minibatch":
             mb["advantages"] = normalised(mb["advantages"], coarsest // args.num_minibatches)
-        mb = {name: column[own] for name, column in mb.items()}
+        mb = {name: column[mine] for name, column in mb.items()}
         if bounded:  # so that min(·) sees the signed advantage; pg_loss has the weight 1 then
             mb["advantages"] = weights * mb["advantages"]
         *terms, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
@@ -325,8 +323,8 @@ def update(model, optimizer, batch, plan, args, generator):
         ratio = logratio.exp()
         approx_kl = (ratio - 1 - logratio).mean()  # estimates KL(π_old, π) without bias, ≥ 0
         clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
-        row = torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach()
-        seen.append(averaged(row))
+        row = averaged(torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach())
+        seen.append(row)
         if args.target_kl is not None and row[3] > args.target_kl:
             break
         model.gradient.zero_()  # the parameters' gradients are views of it: `make_optimizer`
@@ -334,7 +332,7 @@ def update(model, optimizer, batch, plan, args, generator):
         norm = float(averaged(model.gradient).norm())
         if not math.isfinite(norm):  # before it reaches the weights
             raise FloatingPointError("no finite gradient: lower --learning-rate? --norm-value?")
-        model.gradient.mul_(min(1, args.max_grad_norm / (norm + 1e-6)))  # cut to this length
+        model.gradient.mul_(min(1, args.max_grad_norm / (norm + 1e-6)))  # as clip_grad_norm_
         optimizer.step()
     return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist(), strict=True))
 
@@ -356,10 +354,10 @@ class Plan(NamedTuple):
 
 
 def signed_weights(num_steps, num_envs, num_minibatches, controls):
-    """Return a minibatch's weights, rows as `minibatches` gives them: the mean of the S weighted
-    rows is the telescoping sum. With control variates E ℓ^L = E[ℓ^L − β_L ℓ̃^{L−1}] + β_L E ℓ^{L−1},
-    for any β if E ℓ̃ = E ℓ, and so on down. So with b_l = β_{l+1} ... β_L level l's own rows weigh
-    +S b_l / M^l, its partners' −S β_l b_l / M^l; all β = 1: ML, Algorithm 4, line 16."""
+    """Return the weights of a minibatch's S rows, ordered as by `minibatches`: their weighted mean
+    is the telescoping sum. For any β, E ℓ^L = E[ℓ^L − β_L ℓ̃^{L−1}] + β_L E ℓ^{L−1} if E ℓ̃ = E ℓ,
+    and so on down to level 1. So with b_l = β_{l+1} ... β_L level l's own rows weigh S b_l / M^l,
+    its partners' −S β_l b_l / M^l; all β = 1: ML, Algorithm 4, line 16."""
     sizes = [num_envs * T // num_minibatches for T in num_steps]  # M^l
     total, weights = 2 * sum(sizes) - sizes[0], []
     for l, M in enumerate(sizes):  # noqa: E741, the paper's l
@@ -384,11 +382,11 @@ def minibatches(num_steps, num_envs, num_minibatches, generator):
 
 class Together:
     """--schedule together, the paper's: all levels in every iteration. The sum is right with any β
-    if all T^l are whole episodes; else partners and the level below them see other times.
+    if all T^l are whole episodes; else partners see other parts of them than the level below does.
 
-    --control auto: β_l = Cov(Â^l, Ã^{l−1}) / Var(Ã^{l−1}) leaves the least variance in Â^l − β_l
-    Ã^{l−1}. --num-steps auto: T^l ∝ √(V_l / C_l), V_l the variance of a row of level l in that
-    difference, C_l what its step costs (Giles 2015, Acta Numerica 24)."""
+    --control auto: β_l = Cov(Â^l, Ã^{l−1}) / Var(Ã^{l−1}), cut to [0, 1], makes the variance of the
+    difference Â^l − β_l Ã^{l−1} least. --num-steps auto: T^l ∝ √(V_l / C_l), V_l that variance
+    (times Π_{k>l} β_k²), C_l the cost of a step of the pair (Giles 2015, Acta Numerica 24)."""
 
     best = None  # the run's result is its last parameters
     begin = staticmethod(lambda run: {})  # nothing is checked, nor logged, at first
@@ -407,7 +405,7 @@ class Together:
         rest = np.array([math.prod(self.controls[i:]) for i in range(L)])  # Π_{k>l} β_k
         variances = rest**2 * (own - 2 * beta * cov + beta**2 * sync).clip(1e-12)
         ratios = np.sqrt(variances / (costs + np.r_[0, costs[:-1]]))
-        unit = math.lcm(args.num_minibatches * NUM_RANKS, args.num_envs) // args.num_envs
+        unit = math.lcm(args.num_minibatches * NUM_RANKS, args.num_envs) // args.num_envs  # of T^l
         units = np.rint(first * ratios / max(ratios[0], 1e-12) / unit).clip(1, first // unit)
         steps = [unit * int(n) if T == "auto" else T for T, n in zip(args.num_steps, units)]
         return Plan([*range(L)], steps, self.controls)
@@ -431,22 +429,22 @@ class Climb:
     """--schedule climb: one level at a time, the one that pays on the finest level.
 
     A check plays episodes on the finest level with the policy's mode, always from the same starts;
-    the best parameters by them are the run's result, and what a change of level starts from. A
-    window of training on one level is productive if the best check has risen by more than ERRORS
+    the best parameters by these checks are the run's result, and a new level starts from them. A
+    window of training on a level is productive if it raises the best check by more than ERRORS
     standard errors of the difference. Then the run stays; but once a window costs at most a SHARE
-    of the time since the last trial, the next level is tried, and kept if it gives more per second
-    (of --level-costs). Without such a rise the nearest cheaper level that was productive since its
-    last chance gets one, as long as a window here; if none does, or it fails, the run goes up."""
+    of the time since the last trial, it tries the next level, and keeps it if that gains more per
+    second (of --level-costs). After an unproductive window the nearest cheaper level that has been
+    productive since its last chance gets one, a window of this length; failing that, it goes up."""
 
     ERRORS, SHARE = 1.5, 0.25
     CHECKS = 6  # a check is due after training as long as so many checks, or at a window's end
-    ITERATIONS, PART = 5, 0.2  # a window's least length: of the next level, of the time so far
+    ITERATIONS, PART = 5, 0.2  # a window's least: so many of the next level, part of the time
 
     def __init__(self, args):
         self.args, self.level, self.refit = args, 0, not args.norm_obs
         self.best = self.adam = self.returns = None  # by the best check, whose returns are (E,)
         self.time = self.unchecked = 0.0  # seconds in all, since the last check
-        self.home, self.rate, self.tried = 0, 0.0, 0.0  # level and rate before; a trial's end
+        self.home, self.rate, self.tried = 0, 0.0, 0.0  # level left, gain a second; a trial's end
         self.paid = [False] * len(args.levels)  # which were productive since their last chance
 
     def plan(self):
@@ -464,11 +462,11 @@ class Climb:
         row, seconds = {"level": self.args.levels[self.level]}, self.seconds(self.level)
         self.time, self.spent = self.time + seconds, self.spent + seconds
         self.unchecked += seconds
-        # If these observations are the first to normalise by, the next iteration fits again.
+        # The first observations to normalise by change what V sees: the next iteration refits it.
         rows = self.args.num_envs * self.args.num_steps[self.level]
         self.refit = self.args.norm_obs and float(run.model.obs_norm.count) <= rows
-        over, due = self.spent >= self.window, self.CHECKS * self.check_seconds
-        if over or self.unchecked >= due or run.share_done() >= 1:
+        over = self.spent >= self.window
+        if over or self.unchecked >= self.CHECKS * self.check_seconds or run.share_done() >= 1:
             row["check_return"] = self.check(run)
         if over:
             gain = self.returns - self.before
@@ -491,12 +489,12 @@ class Climb:
         productive = gain > self.ERRORS * error
         self.paid[level] = self.kind != "chance" and (productive or self.paid[level])
         chances = [i for i in range(level) if self.paid[i]]  # the nearest last
-        window, spared = self.usual(level), self.SHARE * (self.time - self.tried)
+        window, allowed = self.usual(level), self.SHARE * (self.time - self.tried)  # for a trial
         if self.kind == "trial" and rate <= self.rate:
             self.go(run, self.home, rate, "back: less than there")
         elif self.kind == "chance" and not productive:
             self.go(run, min(self.home + 1, last), rate, "up: the last chance was missed")
-        elif productive and not self.kind and level < last and window <= spared:
+        elif productive and not self.kind and level < last and window <= allowed:
             self.go(run, level + 1, rate, "a trial", "trial", window)
             self.tried = self.time + window
         elif not productive and chances:
@@ -513,7 +511,7 @@ class Climb:
             print(f"level {names[self.level]} → {names[level]}, {why} ({found})", flush=True)
         self.home, self.rate, self.level, self.refit = self.level, rate, level, True
         run.model.load_state_dict(self.best)
-        run.optimizer.load_state_dict(copy.deepcopy(self.adam))  # which goes on from these tensors
+        run.optimizer.load_state_dict(copy.deepcopy(self.adam))  # a copy: Adam writes into it
         self.start(kind, window)
 
     def start(self, kind="", window=None):
@@ -527,9 +525,9 @@ class Climb:
         return max(self.ITERATIONS * self.seconds(above), self.PART * self.time)
 
     def seconds(self, level):
-        """Return what an iteration on a level index takes."""
-        args, (*steps, update) = self.args, self.args.level_costs
-        return args.num_envs * args.num_steps[level] * steps[level] + update
+        """Return what an iteration on a level index takes; `update`: one with the coarsest's T."""
+        T, (*steps, update) = self.args.num_steps, self.args.level_costs
+        return self.args.num_envs * T[level] * steps[level] + T[level] / T[0] * update
 
 
 # ------------------------------------------------------------------------------------ model
@@ -610,7 +608,7 @@ class Categorical(nn.Module):
     def forward(self, h, action_mask=None):
         """Features (M, F), flags of allowed options (M, n) or None → log-probabilities (M, n)."""
         logits = self.logits(h)
-        if action_mask is not None:  # a probability of exactly 0, and 0 log 0 = 0, unlike with −∞
+        if action_mask is not None:  # −1e8: π is exactly 0, but π log π is no NaN, as it is with −∞
             logits = logits.where(action_mask, -1e8)
         if len(self.options) == 1:  # an update of CartPole's takes 6 % less without split and cat
             return logits.log_softmax(-1)
@@ -638,7 +636,7 @@ class Categorical(nn.Module):
 
 class Gaussian(nn.Module):
     """Policy head for Box: mean from the features, one free log σ per action entry. With
-    --full-covariance L Lᵀ: L is lower triangular, with σ on its diagonal."""
+    --full-covariance the covariance is L Lᵀ: L is lower triangular, with σ on its diagonal."""
 
     factor = property(lambda head: head.lower.tril(-1) + head.log_std.exp().diag())  # L, (A, A)
 
@@ -683,7 +681,7 @@ class Gaussian(nn.Module):
 class RunningNorm(nn.Module):
     """(x − μ) / σ with the mean and deviation of all rows seen; saved with the model."""
 
-    std = property(lambda norm: (norm.var + 1e-8).sqrt())  # σ, never 0
+    std = property(lambda norm: (norm.var + 1e-8).sqrt())  # σ, at least 1e-4
 
     def __init__(self, shape=(), cut=math.inf):
         super().__init__()
@@ -707,8 +705,8 @@ class RunningNorm(nn.Module):
 
 @torch.no_grad()
 def normalise_values(model, batch, returns):
-    """Take returns into their running mean and deviation, normalise the batch's values by them. The
-    last layer changes so that V(s) stays what it was: PopArt, van Hasselt et al. 2016."""
+    """Update the returns' running mean and deviation, and normalise the batch's values by them. The
+    last layer is rescaled so that V(s) stays what it was: PopArt, van Hasselt et al. 2016."""
     norm, layer = model.value_norm, model.value
     mean, std = norm.mean.clone(), norm.std
     norm.update(returns.flatten())
@@ -719,8 +717,8 @@ def normalise_values(model, batch, returns):
 
 @torch.no_grad()
 def refit_values(model, batch):
-    """Fit the value function's last layer to a batch's returns by ridge regression; advantages are
-    the rest. Else a policy gets worse on a new level; large weights' gradients drown its own."""
+    """Fit the value function's last layer to a batch's returns and take advantages from it: values
+    of another level would spoil the policy. Ridge: large weights would drown its gradients."""
     features = nn.functional.pad(model.critic(model.obs_norm(batch["obs"])), (0, 1), value=1.0)
     features, returns = features.cpu().double(), batch["returns"].cpu().double()  # (M, F + 1), (M,)
     square = features.T @ features + 1e-3 * len(returns) * torch.eye(features.shape[1]).to(features)
@@ -754,8 +752,8 @@ ACTIVATIONS = {"tanh": Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 
 
 def fast_act(model):
-    """Return `model.act`; of a plain policy (one choice or a diagonal Gaussian, tanh, CPU) the same
-    in NumPy: on a step's few rows torch is mostly overhead (tests/benchmarks/speed_ppo.py)."""
+    """Return `model.act`, or the same in NumPy if the policy is plain (one choice or a diagonal
+    Gaussian, tanh, CPU): torch is mostly overhead for few rows (tests/benchmarks/speed_ppo.py)."""
     norm, head, discrete = model.obs_norm, model.head, type(model.head) is Categorical
     layers = [*model.actor.children(), *head.children()]
     plain = len(head.options) == 1 if discrete else type(head) is Gaussian and head.lower is None
@@ -780,8 +778,8 @@ def fast_act(model):
 
 
 def make_optimizer(model):
-    """Return Adam for one vector, of which the parameters become views, as their gradients do of
-    `model.gradient`: it is faster on that than on many small tensors."""
+    """Return Adam for one vector of all parameters: faster than for many small tensors. The
+    parameters become views of it, their gradients views of `model.gradient`."""
     parameters, sizes = [*model.parameters()], [p.numel() for p in model.parameters()]
     vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
     vector.grad = model.gradient = torch.zeros_like(vector)
@@ -902,7 +900,7 @@ class Game:
         with suppress(Exception):  # whatever an env and its attributes raise
             states = [x.get_state() if kept is None else kept for x, kept in layers(self.env)]
             numbers, seen = {id(x): i for i, (x, _) in enumerate(layers(self.env))}, []
-            pickler = pickle.Pickler(file := io.BytesIO())  # numbers: for links back to the env
+            pickler = pickle.Pickler(file := io.BytesIO())  # a link to a layer becomes its number
             pickler.persistent_id = lambda x: seen.append(x) or numbers.get(id(x))
             pickler.dump([self.seed, self.random, *states])
             # EzPickle keeps how an env was made, not where it is; arrays lose what they share.
@@ -921,8 +919,8 @@ class Game:
 
 
 def layers(env):
-    """Return wrappers, from outside, and env, each with the attributes that are its state; None if
-    it has methods for that (both: MuJoCo's set_state alone does something else)."""
+    """Return wrappers, outermost first, and env, each with its state: a dict of attributes, or None
+    if it has get_state and set_state (both: MuJoCo's set_state alone does something else)."""
     wrapped, methods = isinstance(env, gym.Wrapper), ("get_state", "set_state")
     others = "env func _cached_spec _saved_kwargs" if wrapped else "_ezpickle_args _ezpickle_kwargs"
     kept = {k: value for k, value in vars(env).items() if k not in ["spec", *others.split()]}
@@ -954,8 +952,8 @@ class Games:
             raise GameError(f"{what}\n{traceback.format_exc()}") from None
 
     def start(self, states=None, shift=0):
-        """Start all games from their seeds, shifted first, each partner where its fine game starts;
-        actors that have one of the N `states` go on from it."""
+        """Start all games, from their seeds + shift, each partner where its fine game starts; an
+        actor that has a state among those of all N goes on from that."""
         for actor in self.actors:
             if states and (kept := states[actor[0].n]):
                 try:
@@ -1008,8 +1006,8 @@ class Games:
         """Step the games of a member once, together if their env can."""
         games, envs = self.members[m], [game.env for game in self.members[m]]
         actions = to_env(self.arrays[m]["actions"][self.rows], envs[0].action_space)
-        first = next(c for c in type(envs[0]).__mro__ if {"step", "step_batch"} & vars(c).keys())
-        if "step_batch" in vars(first):  # and no subclass has another step
+        owner = next(c for c in type(envs[0]).__mro__ if {"step", "step_batch"} & vars(c).keys())
+        if "step_batch" in vars(owner):  # not if a subclass has overridden `step` alone
             self.busy = games[0], "step_batch"
             for game, *result in zip(games, *envs[0].step_batch(envs, actions), strict=True):
                 self.busy = game, "step_batch"
@@ -1051,23 +1049,23 @@ def measured_costs(args, model):
     args = argparse.Namespace(**vars(args) | {"levels": levels, "schedule": "climb"})  # no partners
     model, generator, args.target_kl = copy.deepcopy(model), torch.Generator(), None
     with closing(make_pool(args, model, game_seeds(args, 0), args.num_workers)) as pool:
-        for _ in range(2):  # the coarsest level's first step may show what starts do not
+        for _ in range(2):  # from the same seeds: first observations and rewards should be the same
             pool.call("start"), pool.call("step")
             shown.append(np.dstack([pool.arrays["obs"], pool.arrays["rewards"]]))
         np.allclose(*shown, 1e-4, 1e-6, True) or report("reset(seed) varies: README, Randomness")
-        for level in reversed(range(len(levels))):  # last an iteration on the coarsest
+        for level in reversed(range(len(levels))):  # the coarsest last: one whole iteration
             # Few steps: an episode's start costs more, like a reservoir's, whose field is new.
             T, seconds = 2 if level else args.num_steps[0], pool.arrays["seconds"][2 * level]
-            plan = Plan([level], [T], [])
             for _ in range(2):  # the first time includes what is done once
                 gc.collect()  # now, not while time is taken: that may be as long as an update
                 seconds[:], started = 0, time.perf_counter()
                 (buffer,), _ = rollout(model, pool, level, T, args, generator)
                 batch = make_batch(buffer, model.inputs, args)
-                level == 0 and update(model, make_optimizer(model), batch, plan, args, generator)
+                if level == 0:
+                    update(model, make_optimizer(model), batch, Plan([0], [T], []), args, generator)
             simulated = float(seconds.sum()) / max(1, len(pool.workers))
             costs.insert(0, simulated / len(batch["obs"]))
-        if costs[0] > max(1.5 * costs[:2][-1], 0.01):  # of less there may be noise
+        if costs[0] > max(1.5 * costs[:2][-1], 0.01):  # below 10 ms it may be noise
             report(f"level {levels[0]} costs more than {levels[1]}: slow reset? --level-costs")
         return [*costs, max(0.0, time.perf_counter() - started - simulated)]
 
@@ -1115,17 +1113,17 @@ class WorkerPool:
         start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
         context, shared, self.workers = multiprocessing.get_context(start_method), {}, []
         for name, (shape, dtype) in layout.items():
-            # In steps of 64 bytes, so are the addresses: torch may round by an array's alignment.
+            # Multiples of 64 bytes align all arrays alike: torch's rounding may depend on that.
             size = math.prod(shape) * np.dtype(dtype).itemsize // 64 * 64 + 64
             shared[name] = shape, dtype, context.RawArray("b", size)
         self.arrays = {name: np.ndarray(*array) for name, array in shared.items()}
         self.games = None if num_workers else make_games(range(num_envs), self.arrays)
         for rows in np.array_split(range(num_envs), min(num_workers, num_envs) or 1)[:num_workers]:
-            pipe, remote = context.Pipe()
-            arguments = remote, make_games, rows, shared
-            self.workers.append((pipe, context.Process(target=work, args=arguments, daemon=True)))
-            self.workers[-1][1].start()
-            remote.close()
+            pipe, end = context.Pipe()
+            child = context.Process(target=work, args=(end, make_games, rows, shared), daemon=True)
+            child.start()
+            self.workers.append((pipe, child))
+            end.close()
 
     def call(self, command, *arguments):
         """Have all games carry out a command. Returns the list of the workers' answers."""
@@ -1162,8 +1160,8 @@ class WorkerPool:
 
 def work(pipe, make_games, rows, shared):
     """Be a worker: make its games, have them carry out one command after the other, close them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # both are for the main process to handle;
-    signal.signal(signal.SIGTERM, lambda *_: None)  # programs that a game starts may end by this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # both signals are the main process's to handle;
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which a game's programs inherit
     parent, command = multiprocessing.parent_process().sentinel, None
     seeds = np.random.SeedSequence([torch.initial_seed(), RANK, int(rows[0])]).generate_state(2)
     np.random.seed(seeds[0]), torch.manual_seed(int(seeds[1]))  # else games of all forks draw alike
@@ -1272,8 +1270,8 @@ class Run(AbstractContextManager):
             self.stack, self.states, self.started = self.stack.pop_all(), states, None
 
     def __exit__(self, kind, _, trace):
-        with self.stack:  # after a `break` at an iteration's end, too: it has not been saved
-            # A second Ctrl-C too if games are busy, one of which may hang; no update is half done.
+        with self.stack:  # which closes all; first save, as a `break` out of train's loop has not
+            # A second Ctrl-C saves too if games are busy: one may hang, but no update is half done.
             busy = any(f.f_code is WorkerPool.call.__code__ for f, _ in traceback.walk_tb(trace))
             new = (not kind or kind is KeyboardInterrupt and busy) and self.saved != self.iteration
             if new or kind in (GameError, BrokenPipeError):
@@ -1310,7 +1308,8 @@ class Run(AbstractContextManager):
         agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
         self.signal = agreed or self.signal
         going = self.share_done() < 1 and not agreed
-        going or self.saved == self.iteration or self.save()
+        if not going and self.saved != self.iteration:
+            self.save()
         return going
 
     def share_done(self):
@@ -1332,11 +1331,12 @@ class Run(AbstractContextManager):
 
     def check(self):
         """Play the episodes of a check. Returns their returns (E,), and the cost, see `charge`."""
-        played = gathered_objects(evaluate(self.model, self.check_pool))
-        returns = np.concatenate([returns for returns, _ in played])
-        if not np.isfinite(returns).all():
+        returns, cuts = zip(*gathered_objects(evaluate(self.model, self.check_pool)))
+        steps = self.check_pool.arrays["steps"]
+        steps[:] = max(gathered_objects(steps.max()))  # as if all ranks' games ran side by side
+        if not np.isfinite(returns := np.concatenate(returns)).all():
             raise GameError(f"NaN or infinity in returns of a check, level {self.args.levels[-1]}")
-        if cut := sum(cut for _, cut in played):
+        if cut := sum(cuts):
             report(f"check: {cut} episodes cut off at {EVAL_STEPS:,} steps: do they ever end?")
         return torch.from_numpy(returns), self.charge(self.check_pool)
 
@@ -1360,7 +1360,7 @@ class Run(AbstractContextManager):
             self.save()
 
     def log(self, row):
-        """Evaluate if it is due, write and print the row."""
+        """Evaluate if it is due, add that to the row, write and print the row."""
         args, done = self.args, self.iteration
         self.history.append(row)
         if RANK > 0:
@@ -1383,9 +1383,9 @@ class Run(AbstractContextManager):
         line = f"update {done}{of}  {share:.0%}  steps {row['global_step']:,}"
         for name in ("level", "sps", "episodic_return", "check_return", "eval_return", "eval_cut"):
             line += f"  {name} {row[name]:,.6g}" if name in row else ""
-        left = round(min(row["wall_seconds"] * max(0, 1 / share - 1), 1e9)) if done else 0
-        told = done and (of or share > 0.1)  # at first, on coarse levels, a share takes far longer
-        line += f"  ETA {datetime.timedelta(seconds=left)}" if told else ""
+        if done and (of or share > 0.1):  # at first, on coarse levels, a share takes far longer
+            left = round(min(row["wall_seconds"] * max(0, 1 / share - 1), 1e9))
+            line += f"  ETA {datetime.timedelta(seconds=left)}"
         args.quiet or print(line, flush=True)
 
     def open_files(self):
@@ -1404,7 +1404,7 @@ class Run(AbstractContextManager):
         self.writer = csv.DictWriter(self.stack.enter_context(file), COLUMNS, extrasaction="ignore")
         self.writer.writeheader()
         self.writer.writerows(self.history)
-        begin = self.counters["global_step"] + 1 - len(self.again)
+        begin = self.counters["global_step"] + 1 - len(self.again)  # later events are dropped
         self.events = SummaryWriter(str(self.run_dir), purge_step=begin)
         self.stack.callback(self.events.close)
         plain = {k: v if type(v) in (int, float) else str(v) for k, v in options.items()}
@@ -1412,7 +1412,7 @@ class Run(AbstractContextManager):
         self.args.quiet or self.stack.callback(print, f"run folder: {self.run_dir}")
 
     def save(self, with_games=True):
-        """Write RUN_DIR/checkpoint.pt, all that a resumed run needs; all ranks call this."""
+        """Write checkpoint.pt, games as bytes that only --resume unpickles; all ranks call this."""
         games, file = None, io.BytesIO()
         if with_games:
             games = gathered_objects((self.pool.arrays, sum(self.pool.call("get_state"), [])))
@@ -1675,8 +1675,8 @@ def jackknife(numbers, samples):
 
 def saving(rho, c_f, c_c):
     """Return what two levels save, the cost of the fine one alone over theirs at equal variance,
-    and the best number of coarse steps per fine one, for the correlation of their advantages (below
-    0 as good as 0) and the costs of a step: Peherstorfer, Willcox & Gunzburger 2016."""
+    and the best number of coarse steps per fine one, by the correlation of their advantages and the
+    costs of a step: Peherstorfer et al. 2016, but with β = Cov/Var and coarse rows of their own."""
     rho = np.clip(rho, 0, 1)
     ratio = np.sqrt(rho**2 * (c_f + c_c) / ((1 - rho**2) * c_c))
     return c_f / (np.sqrt((c_f + c_c) * (1 - rho**2)) + rho * np.sqrt(c_c)) ** 2, ratio
@@ -1716,7 +1716,7 @@ def play(model, levels, args, generator):
             if number % R and not np.allclose(rows[0]["obs"], games["obs"], 1e-4, 1e-6, True):
                 raise GameError(f"level {name}: starts from one seed differ: README, Randomness")
             c, f = (x - x.mean(axis=0) for x in games["obs"][[0, -1]].astype(float))  # (N, D)
-            if number == 0 and (c * f).sum() < 0.5 * (f * f).sum():  # not as far from their means
+            if number == 0 and (c * f).sum() < 0.5 * (f * f).sum():  # starts do not vary together
                 report(f"level {name}: pairs start unlike: README, Randomness")
             rows, going = [], np.ones((L, N), bool)
             while going.any() and len(rows) < EVAL_STEPS:
@@ -2172,7 +2172,7 @@ def parse_args(argv=None):
             parser.error(f"argument --{name}: only with --schedule together")
     if climbs and args.check_episodes < NUM_RANKS:
         parser.error(f"argument --check-episodes: each of the {NUM_RANKS} ranks needs one")
-    if args.num_steps[1:] == (["auto"] if paired else []):  # the last one is for all others
+    if args.num_steps[1:] == (["auto"] if paired else []):  # 'T auto', or T: the last for the rest
         args.num_steps = args.num_steps[:1] + args.num_steps[-1:] * (L - 1)
     if len(args.num_steps) != L or "auto" in args.num_steps[: 1 if paired else L]:
         parser.error(f"argument --num-steps: one number per level of {args.levels}, or see --help")
@@ -2221,7 +2221,7 @@ def parse_with_run(parser, argv):
     args.device == "cuda" and NUM_RANKS > 1 and torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if RANK == 0 and not run_dir:
         (path := run_path(args)).parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # it is free; other OSErrors: it cannot be a name
+        with suppress(FileNotFoundError):  # it is free; another OSError: no folder can be called so
             path.stat() and parser.error(f"argument --run-name: {path} is there already")
     return args
 
@@ -2229,7 +2229,7 @@ def parse_with_run(parser, argv):
 def warn_of_scale(args, space):
     """Report a Box of another scale than a Gaussian policy's first actions, which are only cut."""
     sigma, (low, high) = np.exp(args.init_log_std), np.float64([space.low, space.high])
-    half, off = high / 2 - low / 2, np.maximum(low, -high)  # width (no bounds: huge), way from 0
+    half, off = high / 2 - low / 2, np.maximum(low, -high)  # half width (no bounds: huge), gap to 0
     if ((half < sigma / 20) | (half > 12.5 * sigma) & (half < 5e29) | (off > sigma)).any():
         found = f"0 ± {sigma:.3g} at first, the Box is {low.min():g} to {high.max():g}"
         report(f"actions are {found}: gymnasium.wrappers.RescaleAction, or --init-log-std?")
@@ -2259,7 +2259,7 @@ def main():
     sys.path.append(os.getcwd())  # where a module of --env may lie
     with suppress(AttributeError):  # a notebook's; not all of Windows's code pages have a γ
         sys.stdout.reconfigure(errors="replace")
-    # TensorBoard's thread hands its errors to the Run.
+    # Without a traceback from TensorBoard's writer thread: the Run meets the same error.
     threading.excepthook = lambda e: "AsyncWriter" in repr(e.thread) or threading.__excepthook__(e)
     args, told = None, (GameError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError)
     told += (RuntimeError,) if NUM_RANKS > 1 else ()  # of torch, if another rank is gone

@@ -65,6 +65,13 @@ def climb(monkeypatch):
     return make
 
 
+def test_seconds_of_unequal_steps(climb):
+    """An iteration with fewer steps has fewer rows to learn from, too."""
+    rule, _ = climb()
+    rule.args.num_steps = [4, 2, 1]
+    assert [rule.seconds(level) for level in range(3)] == [50, 85, 162.5]
+
+
 def window(rule, run, mean, spread=0.0):
     """Train until the window is over; its checks return `mean` ± `spread`. Return its seconds."""
     before, iterations = rule.before, 0
