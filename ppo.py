@@ -231,7 +231,7 @@ def make_batch(buffer, model, args):
     batch = {name: buffer[name] for name in (*model.inputs, "actions", "logprobs", "values")}
     # V^targ of PPO, Eq. (9): R_t = Â_t + V(s_t)
     batch |= {"advantages": advantages, "returns": advantages + buffer["values"]}
-    return batch if "state" in model.inputs else {k: c.flatten(0, 1) for k, c in batch.items()}
+    return batch if model.memory else {k: c.flatten(0, 1) for k, c in batch.items()}
 
 
 def explained_variance(batch):
@@ -289,7 +289,7 @@ def update(model, optimizer, batch, args, generator):
                 loss += args.kl_coef * approx_kl
             row = averaged(torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach())
             seen.append(row)
-            stop = args.target_kl is not None and row[3] > args.target_kl  # approx_kl
+            stop = args.target_kl is not None and row[LOSSES.index("approx_kl")] > args.target_kl
             if stop:
                 break
             model.gradient.zero_()  # the parameters' gradients are views of it: `make_optimizer`
@@ -300,7 +300,7 @@ def update(model, optimizer, batch, args, generator):
             model.gradient.mul_(min(1, args.max_grad_norm / (norm + 1e-6)))  # as clip_grad_norm_
             optimizer.step()
         if args.adaptive_lr:  # as in skrl's KLAdaptiveLR, by the epoch's mean approx_kl
-            kl = torch.stack(seen[epoch * B :])[:, 3].mean()
+            kl = torch.stack(seen[epoch * B :])[:, LOSSES.index("approx_kl")].mean()
             for group in optimizer.param_groups:
                 if kl > 2 * args.adaptive_lr:
                     group["lr"] = max(group["lr"] / 1.5, 1e-6)

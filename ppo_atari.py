@@ -293,7 +293,7 @@ def update(model, optimizer, batch, args, clip_coef, generator):
             loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
             row = averaged(torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach())
             seen.append(row)
-            stop = args.target_kl is not None and row[3] > args.target_kl  # approx_kl
+            stop = args.target_kl is not None and row[LOSSES.index("approx_kl")] > args.target_kl
             if stop:
                 break
             model.gradient.zero_()  # the parameters' gradients are views of it: `make_optimizer`
@@ -368,7 +368,7 @@ class Model(nn.Module):
         return self.head(h), self.value(h).squeeze(-1)
 
     def features(self, obs):
-        """Pictures (..., 84, 84, 4) in uint8 → what the heads see, (..., 512)."""
+        """Pictures (..., 84, 84, 4) in uint8 → what the heads see, of `policy` too, (..., 512)."""
         assert obs.shape[-3:] == (84, 84, 4) and obs.dtype == torch.uint8
         x = obs.flatten(0, -4).permute(0, 3, 1, 2)  # (M, 4, 84, 84), in memory channels last
         with self.autocast():

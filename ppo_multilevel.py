@@ -325,7 +325,7 @@ def update(model, optimizer, batch, plan, args, generator):
         clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
         row = averaged(torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach())
         seen.append(row)
-        if args.target_kl is not None and row[3] > args.target_kl:
+        if args.target_kl is not None and row[LOSSES.index("approx_kl")] > args.target_kl:
             break
         model.gradient.zero_()  # the parameters' gradients are views of it: `make_optimizer`
         loss.backward()
@@ -952,8 +952,7 @@ class Games:
             raise GameError(f"{what}\n{traceback.format_exc()}") from None
 
     def start(self, states=None, shift=0):
-        """Start all games, from their seeds + shift, each partner where its fine game starts; an
-        actor that has a state among those of all N goes on from that."""
+        """Start all games, from those `states` (N) that are kept, else from their seeds + shift."""
         for actor in self.actors:
             if states and (kept := states[actor[0].n]):
                 try:
@@ -1591,8 +1590,7 @@ def analyse(args):
     """Tell which levels pay, as --analyse says: every level plays whole episodes alone and, from
     other starts, in pairs with the next level and with the finest; the policy acts with its noise.
     Prints the rows of `compare` and each level's `verdict`, writes analysis.csv. Returns rows."""
-    torch.set_num_threads(1)
-    torch.manual_seed(args.seed)
+    torch.set_num_threads(1), torch.manual_seed(args.seed)
     model, generator = make_model(args), torch.Generator().manual_seed(args.seed)
     if args.analyse:
         model.load_state_dict(load_checkpoint(args.analyse)["model"])
@@ -1605,6 +1603,8 @@ def analyse(args):
         if len(played) == 1:  # all others take about as many steps
             seconds = played[levels]["steps"] * sum(costs[level] for level in sum(plays, ()))
             print(f"{episodes} episodes of every level and pair: about {seconds:.0f} s", flush=True)
+    steps = [round(float(played[level,]["lengths"].mean()), 2) for level in args.levels]
+    max(steps) > 1.02 * min(steps) and report(f"episodes of {steps} steps: does a level diverge?")
     for level in args.levels:
         mean = jackknife(lambda x: {"return": x.mean()}, played[level,]["returns"][0, :, 0])
         alone[level] = {"level": level, "step_ms": 1e3 * costs[level]} | mean
@@ -1704,8 +1704,8 @@ def verdict(row, by_step=False):
 def play(model, levels, args, generator):
     """Play ROUNDS · N whole episodes of a level, (l,), or of pairs, (coarse, fine), from S starts R
     times, each member to its own end; with --coupling step the partner takes over the fine state
-    after every step, and ends with it. Returns `returns` (members, S, R); `products` c², f², cf of
-    advantages (3, S, R); the number of `steps`, and of episodes `cut`."""
+    after every step, and ends with it. Returns `returns`, `lengths` (members, S, R); `products` c²,
+    f², cf of advantages (3, S, R); the number of `steps`, and of episodes `cut`."""
     N, L, name, results, cut = args.num_envs, len(levels), " or ".join(map(str, levels)), [], 0
     by_step, R, rows = L > 1 and args.coupling == "step", REPEATS if L > 1 else 1, []
     act, seeds = fast_act(model), game_seeds(args, *levels)[: 2 * L - 1]  # of the members
@@ -1736,10 +1736,11 @@ def play(model, levels, args, generator):
             A = batch["advantages"].cpu().double().numpy().reshape(own.shape)
             c, f = ((x - x[both].mean()) * both for x in (A[..., 0], A[..., -1]))
             returns = (buffer["rewards"] * own).sum(axis=0, dtype=float).T  # (members, N)
-            results.append([*returns, *np.stack([c * c, f * f, c * f]).sum(axis=1)])
+            results.append([*returns, *own.sum(0).T, *np.stack([c * c, f * f, c * f]).sum(1)])
             cut += int(going.any(axis=0).sum())
-    results, steps = np.stack(results, axis=-1).reshape(L + 3, -1, R), pool.arrays["steps"].sum()
-    return {"returns": results[:L], "products": results[L:], "steps": steps, "cut": cut}
+    results, steps = np.stack(results, axis=-1).reshape(2 * L + 3, -1, R), pool.arrays["steps"]
+    found = {"returns": results[:L], "lengths": results[L:-3], "products": results[-3:]}
+    return found | {"steps": steps.sum(), "cut": cut}
 
 
 # ------------------------------------------------------------------------------------ reservoirs
@@ -2183,12 +2184,11 @@ def parse_args(argv=None):
         parser.error("argument --total-cost: not with --total-timesteps, --num-iterations")
     if args.total_timesteps and L == 1:
         args.num_iterations = max(1, args.total_timesteps // (args.num_envs * args.num_steps[0]))
-    if not (args.total_cost or args.total_timesteps or args.num_iterations):
-        if climbs:
-            usual = 100.0 * args.num_envs * max(args.num_steps)
-            args.total_cost = cost if climbed[-1:] == [last] else usual
-        else:
-            args.num_iterations = 200
+    given = args.total_cost or args.total_timesteps or args.num_iterations
+    if climbs and not given:
+        usual = 100.0 * args.num_envs * max(args.num_steps)
+        args.total_cost = cost if climbed[-1:] == [last] else usual
+    args.num_iterations = args.num_iterations if climbs or given else 200
     return args
 
 

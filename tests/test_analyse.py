@@ -245,6 +245,21 @@ def test_endless_episodes(monkeypatch, tmp_path, capsys):
     assert "600 episodes cut off at 5 steps" in capsys.readouterr().out  # 200 of 1, of 2, of pairs
 
 
+def test_lengths_that_differ(tmp_path, monkeypatch, capsys):
+    """A level whose episodes end early, as those of a solver that diverges, is told; others not."""
+    analysed(tmp_path, "--env", "envs:make")
+    assert "does a level diverge?" not in capsys.readouterr().err
+    real = envs.Levels.step
+
+    def step(env, action):
+        obs, reward, terminated, truncated, info = real(env, action)
+        return obs, reward, terminated or env.level == 1 and env.t == 3, truncated, info
+
+    monkeypatch.setattr(envs.Levels, "step", step)
+    analysed(tmp_path, "--env", "envs:make")
+    assert "episodes of [3.0, 10.0] steps: does a level diverge?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("where", ["nan_reward", "step"])
 def test_simulation_that_fails(monkeypatch, tmp_path, capsys, where, measured):

@@ -54,6 +54,23 @@ def test_own_loss_needs_a_name(script, tmp_path, monkeypatch):
 
 
 @all_scripts
+def test_own_loss_moves_no_other(script, tmp_path, monkeypatch):
+    """Wherever it is put, with its name, the KL's limits go by the KL."""
+    code, terms = inspect.getsource(script.update), "[pg_loss, v_loss, entropy, "
+    assert code.count(terms) == 1
+    code = code.replace(terms, f"{terms}9 + 0 * entropy, ")
+    names = [*script.LOSSES[:3], "novelty", *script.LOSSES[3:]]
+    exec(code, changed := vars(script) | {"LOSSES": names})
+    monkeypatch.setattr(script, "update", changed["update"])
+    args = options(script, tmp_path)
+    args.target_kl, args.adaptive_lr = 1.0, 1.0
+    first, last = script.train(args).history
+    assert first["novelty"] == 9 and last["approx_kl"] > 0
+    if script is ppo:  # the rate rises with a KL below half of 1
+        assert last["learning_rate"] > first["learning_rate"] > args.learning_rate
+
+
+@all_scripts
 def test_early_stop(script, tmp_path):
     """A `break` at an iteration's end in `train` leaves a checkpoint, which can be resumed."""
     whole = script.train(options(script, tmp_path / "whole", iterations=4))
