@@ -57,7 +57,7 @@ RUNS = {  # options, and the step after which the run is stopped
     ),
 }
 SEEDS = {"Pong": range(1, 5)}  # of the record; else 1, 2
-SEEDS |= dict.fromkeys(("Pong-fp32", "Breakout", "Breakout-64-games"), [1])
+SEEDS |= dict.fromkeys(("Pong-fp32", "Breakout", "Breakout-64-games"), [1]) | {"Pong-no-noops": []}
 COLUMNS = (
     "run seed steps episodic_return steps_to_18 mode sampled by_phase sampled_by_phase "
     "wall_seconds command precision machine versions processor date"

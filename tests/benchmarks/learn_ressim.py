@@ -118,6 +118,10 @@ for name in ("v2-only-4", "v4-only-4"):  # still rising after 150
 # The climb's rule was chosen on seeds 1 to 3, the others came after it.
 SEEDS = {f"{case}-climb": [1, 2, 3, 4, 5, 6] for case in COSTS} | {"v1-bounded": [1, 2, 3, 4]}
 SEEDS |= dict.fromkeys(("v1-only-5", "v3-only-4", "v4-only-4", "rod-only-4"), [1, 2, 3])
+SEEDS |= {f"{case}-rate-{name}": [1] for case in ("v3", "v4") for name in "ab"}
+SEEDS |= {"v1-rate-a": [1], "v4-finest-fit": [2]}
+SEEDS |= dict.fromkeys((f"{case}-finest-fit" for case in ("v1", "v2", "rod")), [])  # not recorded
+SEEDS |= dict.fromkeys((f"{case}-pairs" for case in ("v2", "v3", "rod")), [])
 COLUMNS = ("iteration", "global_step", "wall_seconds", "sim_seconds", "sim_cost")
 COLUMNS += (
     "level",

@@ -88,6 +88,7 @@ def main(script, description, cases, functions, results, environment):
         row["versions"] = json.dumps(pairs[0][0][1] | pairs[0][1][1])
         print(row, flush=True)
         if args.pairs < int(rows.get((case, args.processor), row)["pairs"]):
+            print("not recorded: the row that is there has more pairs")
             continue
         rows[case, args.processor] = row
         with results.open("w", newline="") as file:

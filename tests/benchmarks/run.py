@@ -20,15 +20,19 @@ PEERS = ROOT / "runs" / "peers"
 VERSIONS = ("stable-baselines3==2.9.2", "skrl==2.1.1")
 # {name: (what it is, how long on two cores, command of tests/benchmarks)}
 JOBS = {
-    "peers": ("the update of ppo.py beside those of its peers", "1 minute", "peers.py"),
+    "peers": (
+        "the update of ppo.py beside those of its peers",
+        "1 minute",
+        "peers.py",
+    ),
     "speed-ppo": ("ppo.py beside Stable-Baselines3", "20 minutes", "speed_ppo.py"),
     "speed-atari": ("ppo_atari.py beside Stable-Baselines3", "30 minutes", "speed_atari.py"),
     "speed-ressim": ("time and memory of the reservoirs", "3 minutes", "speed_ressim.py"),
-    "profile": ("where the time goes, by part", "3 minutes", "profile_parts.py"),
+    "profile": ("where the time goes, by part", "5 minutes", "profile_parts.py"),
     "analyse": ("which levels pay, by --analyse", "5 minutes", "analyse.py"),
     "ranks": ("workers and ranks", "10 minutes", "scale_ranks.py"),
     "learn-ppo": ("learning runs of ppo.py", "1 hour", "learn_ppo.py --jobs 2"),
-    "learn-atari": ("learning runs of ppo_atari.py", "days", "learn_atari.py"),
+    "learn-atari": ("learning runs of ppo_atari.py", "13 hours", "learn_atari.py"),
     "learn-climb": (
         "the climb and what it is compared with",
         "15 hours",
