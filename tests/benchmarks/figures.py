@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 PUBLISHED = {1: (15, 25), 2: (30, 48), 10: (245, 310)}
 ATARI = {  # title: {run: its label}
     "Pong": {"Pong": "defaults"}
-    | {"Pong-lr-5e-4": "--learning-rate 5e-4", "Pong-16-games": "16 games, 3 epochs"},
+    | {"Pong-lr-5e-4": "--learning-rate 5e-4", "Pong-16-games": "16 games, 3 epochs, clip 0.2"},
     "Breakout": {"Breakout": "defaults", "Breakout-64-games": "64 games, on a GPU"},
     "Pong, by --precision": {"Pong": "bfloat16", "Pong-fp32": "float32"},
 }
@@ -50,7 +50,7 @@ def climb():
         grids = [labels[f"{case}-only-{level}"].split()[0] for level in (1, last)]
         title = f"{TITLES[case]}: {' to '.join(grids)} cells"
         ax.set(xscale="log", title=title, xlabel="simulation seconds (nominal)")
-        ax.set_ylim(bottom - 0.2 * abs(ax.get_ylim()[1] - bottom))
+        ax.set_ylim(bottom - 0.2 * abs(ax.get_ylim()[1] - bottom) if case != "rod" else -20)
         ax.grid(alpha=0.3)
     for ax in axes[:, 0]:
         ax.set_ylabel("return on the finest grid")
@@ -95,10 +95,10 @@ def ppo():
             (line,) = ax.plot(steps / 1e6, returns.mean(axis=0), label=label)
             span = returns.min(axis=0), returns.max(axis=0)
             ax.fill_between(steps / 1e6, *span, alpha=0.2, color=line.get_color())
-        ax.set(title=title, xlabel="steps [millions]")
+        ax.set(title=title, xlabel="steps [millions]", ylabel="return of the last 100 episodes")
         ax.grid(alpha=0.3)
         ax.legend(fontsize=8, loc="lower right" if title == "LunarLander-v3: the ladder" else None)
-    axes[0].set(ylabel="return of the last 100 episodes", ylim=(-600, 300))
+    axes[0].set_ylim(-600, 300)
     return figure
 
 
