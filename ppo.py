@@ -18,12 +18,12 @@ Each iteration runs the policy π_old for T steps in N games, then takes K epoch
     loss = E[−L^CLIP + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]      PPO, Eq. (9), but for the ½
            + β E[KL(π_old(·|s_t), π_θ(·|s_t))], with --kl-coef                       PPO, Eq. (8)
 
-V(s) predicts the discounted sum of rewards from s on. The advantage Â_t is how much better a_t was,
-judged by one reward, then V (λ = 0), by all rewards of the episode or rollout, then V (λ = 1), or
-by a mean of these. r_t is a reward, r_t(θ) a ratio of probabilities; where it is 1, −r_t(θ) Â_t has
-the gradient of cross-entropy with label a_t and weight Â_t. The entropy H keeps actions varied.
-All that is stored at index t belongs to the action at t: `terminated[t]` says that it ended the
-task, no reward follows; `truncated[t]` that a time limit cut the episode short; done_t is either.
+V(s) predicts the discounted sum of rewards r_t from s on, the advantage Â_t how much better a_t is,
+judged by k rewards, then V: k = 1 if λ = 0 (V's errors), all if λ = 1 (noise), or a mean over k.
+Games are dear, so K epochs learn from π_old's actions by the ratio r_t(θ); far from 1 it is mostly
+noise, so it is clipped. At 1 −r_t(θ) Â_t has the gradient of cross-entropy, a_t the label, Â_t the
+weight. The entropy H keeps actions varied. What has index t is of the action at t: `terminated`, it
+ended the task; `truncated`, a time limit cut that short, so V counts for the rest; done_t: either.
 Shapes: T steps (--num-steps), N games (--num-envs), B minibatches of M rows, D observation entries,
 A action entries, n logits; H memory entries of a recurrent policy, S entries of its whole state.
 
@@ -125,8 +125,8 @@ def add_common_options(parser):
     option("--num-minibatches", count, 4, "B, minibatches per epoch; divides N · T rows")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
     option("--norm-adv", str, "minibatch", "normalise Â in", choices=("minibatch", "batch", "off"))
-    option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
-    option("--clip-vloss", bool, True, "clip the change of the value by ε too")
+    option("--clip-coef", positive, 0.2, "ε, beyond 1 ± ε no ratio is pushed on; 0.1 to 0.3 usual")
+    option("--clip-vloss", bool, True, "clip the change of V at ±ε too, in V's units")
     option("--ent-coef", coefficient, 0.01, "c_e, weight of the entropy bonus; 0 to 0.01 usual")
     option("--vf-coef", coefficient, 0.5, "c_v, weight of the value loss; 0.5 to 1 usual")
     option("--max-grad-norm", positive, 0.5, "clip the gradient to this global norm")
@@ -211,7 +211,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     advantages = rewards + gamma * next_values * ~terminated - values
     decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
     A, decay = advantages.unbind(), decay.unbind()  # views of each step's row, (N,)
-    for t in reversed(range(len(A) - 1)):  # the last step's Â_t remains its δ_t
+    for t in reversed(range(len(A) - 1)):  # the last step's Â_t remains its δ_t: V for the rest
         # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
         A[t].addcmul_(decay[t], A[t + 1])  # in place: adds the product
     return advantages
@@ -229,7 +229,7 @@ def make_batch(buffer, model, args):
     names = ("rewards", "values", "next_values", "terminated", "truncated")
     advantages = gae(*(buffer[name] for name in names), args.gamma, args.gae_lambda)
     batch = {name: buffer[name] for name in (*model.inputs, "actions", "logprobs", "values")}
-    # V^targ of PPO, Eq. (9): R_t = Â_t + V(s_t)
+    # V^targ of PPO, Eq. (9): R_t = Â_t + V(s_t), what V expected and how much better it came
     batch |= {"advantages": advantages, "returns": advantages + buffer["values"]}
     return batch if model.memory else {k: c.flatten(0, 1) for k, c in batch.items()}
 
@@ -249,7 +249,7 @@ def losses(model, batch, clip_coef, clip_vloss):
     logratio = model.head.log_prob(pi, batch["actions"]) - batch["logprobs"]
     advantages, returns = batch["advantages"], batch["returns"]
     assert logratio.shape == values.shape == advantages.shape == returns.shape
-    # PPO, Eq. (7): −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)
+    # PPO, Eq. (7): −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t); min: the way back has a gradient
     ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
@@ -312,7 +312,7 @@ def update(model, optimizer, batch, args, generator):
 
 
 def normalised(advantages):
-    """Return advantages with mean 0 and deviation 1."""
+    """Return advantages with mean 0, deviation 1: one learning rate for rewards of any scale."""
     std, mean = torch.std_mean(advantages)
     return (advantages - mean) / (std + 1e-8)
 

@@ -120,8 +120,8 @@ def add_common_options(parser):
     option("--num-minibatches", count, 4, "B, minibatches per epoch; divides N · T rows")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
     option("--norm-adv", str, "minibatch", "normalise Â in", choices=("minibatch", "batch", "off"))
-    option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
-    option("--clip-vloss", bool, True, "clip the change of the value by ε too")
+    option("--clip-coef", positive, 0.2, "ε, beyond 1 ± ε no ratio is pushed on; 0.1 to 0.3 usual")
+    option("--clip-vloss", bool, True, "clip the change of V at ±ε too, in V's units")
     option("--ent-coef", coefficient, 0.01, "c_e, weight of the entropy bonus; 0 to 0.01 usual")
     option("--vf-coef", coefficient, 0.5, "c_v, weight of the value loss; 0.5 to 1 usual")
     option("--max-grad-norm", positive, 0.5, "clip the gradient to this global norm")
@@ -226,7 +226,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     advantages = rewards + gamma * next_values * ~terminated - values
     decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
     A, decay = advantages.unbind(), decay.unbind()  # views of each step's row, (N,)
-    for t in reversed(range(len(A) - 1)):  # the last step's Â_t remains its δ_t
+    for t in reversed(range(len(A) - 1)):  # the last step's Â_t remains its δ_t: V for the rest
         # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
         A[t].addcmul_(decay[t], A[t + 1])  # in place: adds the product
     return advantages
@@ -256,7 +256,7 @@ def losses(model, batch, clip_coef, clip_vloss):
     logratio = model.head.log_prob(pi, batch["actions"]) - batch["logprobs"]
     advantages, returns = batch["advantages"], batch["returns"]
     assert logratio.shape == values.shape == advantages.shape == returns.shape
-    # PPO, Eq. (7): −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)
+    # PPO, Eq. (7): −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t); min: the way back has a gradient
     ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
@@ -309,7 +309,7 @@ def update(model, optimizer, batch, args, clip_coef, generator):
 
 
 def normalised(advantages):
-    """Return advantages with mean 0 and deviation 1."""
+    """Return advantages with mean 0, deviation 1: one learning rate for rewards of any scale."""
     std, mean = torch.std_mean(advantages)
     return (advantages - mean) / (std + 1e-8)
 

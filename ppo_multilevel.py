@@ -8,8 +8,8 @@
 This is `ppo.py` for a simulation on L levels (grids, time steps), coarse to fine. A *climb*, the
 default, trains on one level at a time; checks on the finest tell which level teaches most a second,
 see `Climb`. *Together* is the paper's multilevel Monte Carlo: N actors take many steps, T^1, on the
-coarsest level and few, T^L, on the finest. On a level l > 1 each has a partner on level l−1 that
-follows it, so few samples show how their losses differ; coarsest + differences = finest loss.
+coarsest level and few, T^L, on the finest. On a level l > 1 each has a partner on level l−1 with
+the same noise: losses differ little, few samples show it; coarsest + differences = finest loss.
 
 Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), algorithms as in A.
 Dixit's "Implementation of multilevel PPO in Stable Baselines 3"; "PPO", Â_t, R_t, r_t(θ): `ppo.py`.
@@ -33,7 +33,7 @@ starts of their own. For pairs: `psi()`, state → observation, and `map_from(ot
 another level's state (else one seed starts both); static `step_batch(envs, actions)` returns
 arrays of observations, rewards, terminated, truncated.
 
-Shapes: L levels, T^l steps, N actors, B minibatches of M^l rows, D observation, A action entries.
+Shapes: L levels, T^l steps, N actors, B minibatches of M^l rows, S with partners, D, A as `ppo.py`.
 """
 
 import argparse
@@ -151,8 +151,8 @@ def add_common_options(parser):
     option("--num-minibatches", count, 4, "B, minibatches per epoch; divides N · T rows")
     option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
     option("--norm-adv", str, "minibatch", "normalise Â in", choices=("minibatch", "batch", "off"))
-    option("--clip-coef", positive, 0.2, "ε, the ratio's gradient ends at 1 ± ε; 0.1 to 0.3 usual")
-    option("--clip-vloss", bool, True, "clip the change of the value by ε too")
+    option("--clip-coef", positive, 0.2, "ε, beyond 1 ± ε no ratio is pushed on; 0.1 to 0.3 usual")
+    option("--clip-vloss", bool, True, "clip the change of V at ±ε too, in V's units")
     option("--ent-coef", coefficient, 0.01, "c_e, weight of the entropy bonus; 0 to 0.01 usual")
     option("--vf-coef", coefficient, 0.5, "c_v, weight of the value loss; 0.5 to 1 usual")
     option("--max-grad-norm", positive, 0.5, "clip the gradient to this global norm")
@@ -251,7 +251,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     advantages = rewards + gamma * next_values * ~terminated - values
     decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
     A, decay = advantages.unbind(), decay.unbind()  # views of each step's row, (N,)
-    for t in reversed(range(len(A) - 1)):  # the last step's Â_t remains its δ_t
+    for t in reversed(range(len(A) - 1)):  # the last step's Â_t remains its δ_t: V for the rest
         # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
         A[t].addcmul_(decay[t], A[t + 1])  # in place: adds the product
     return advantages
@@ -281,7 +281,7 @@ def losses(model, batch, clip_coef, clip_vloss):
     logratio = model.head.log_prob(pi, batch["actions"]) - batch["logprobs"]
     advantages, returns = batch["advantages"], batch["returns"]
     assert logratio.shape == values.shape == advantages.shape == returns.shape
-    # PPO, Eq. (7): −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)
+    # PPO, Eq. (7): −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t); min: the way back has a gradient
     ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
@@ -302,7 +302,7 @@ def update(model, optimizer, batch, plan, args, generator):
     weights = signed_weights(*sizes, plan.controls).to(batch["obs"].device)[mine]
     # literal: a partner's policy loss is +min(r Ã, clip(r) Ã): if Ã < 0 it goes to −∞ as r grows.
     # bounded: it is PPO's loss for −Ã, −min(−r Ã, −clip(r) Ã), with the same gradient at π_old; and
-    # V fits only the rows of positive weight, Σ_l b_l in all (see `signed_weights`) instead of 1.
+    # V fits own rows only, as −(V − R)² has no minimum; their weights are Σ_l b_l in all, not 1.
     bounded = args.correction == "bounded"
     term_weights = (1, weights.clamp(min=0), weights) if bounded else (weights,) * 3  # of pg, v, H
     coarsest = args.num_envs * plan.num_steps[0]  # number of the coarsest level's rows
@@ -411,8 +411,8 @@ class Together:
         return Plan([*range(L)], steps, self.controls)
 
     def review(self, run, batches):
-        """Measure an iteration's rows. Returns V_l / V_1 for the log: V_l = Var(Â^l − Ã^{l−1}) is
-        what a level's correction adds to the variance per row, V_1 = Var(Â^1)."""
+        """Measure an iteration's rows. Returns Var(Â^l − Ã^{l−1}) / Var(Â^1) for the log, what a
+        level's correction with β = 1 adds to the variance per row, beside the coarsest's."""
         own, sync = ([b["advantages"].cpu() for b in batches[i::2]] for i in (0, 1))
         rows = [torch.cov(torch.stack(pair)).flatten()[[0, 1, 3]] for pair in zip(own[1:], sync)]
         rows = torch.stack([torch.tensor([own[0].var(), 0, 0]), *rows])
@@ -430,18 +430,18 @@ class Climb:
 
     A check plays episodes on the finest level with the policy's mode, always from the same starts;
     the best parameters by these checks are the run's result, and a new level starts from them. A
-    window of training on a level is productive if it raises the best check by more than ERRORS
-    standard errors of the difference. Then the run stays; but once a window costs at most a SHARE
-    of the time since the last trial, it tries the next level, and keeps it if that gains more per
-    second (of --level-costs). After an unproductive window the nearest cheaper level that has been
-    productive since its last chance gets one, a window of this length; failing that, it goes up."""
+    window of training on a level, see `usual`, is productive if it raises the best check by more
+    than ERRORS standard errors of the difference. Then the run stays; but once a window costs at
+    most a SHARE of the time since the last trial, it tries the next level, kept if it gains more
+    per second (of --level-costs) than the window before. After an unproductive one the nearest
+    cheaper level, productive since its last chance, has one, as long; no gain or none: up."""
 
     ERRORS, SHARE = 1.5, 0.25
     CHECKS = 6  # a check is due after training as long as so many checks, or at a window's end
     ITERATIONS, PART = 5, 0.2  # a window's least: so many of the next level, part of the time
 
     def __init__(self, args):
-        self.args, self.level, self.refit = args, 0, not args.norm_obs
+        self.args, self.level, self.refit = args, 0, not args.norm_obs  # refit: V is random yet
         self.best = self.adam = self.returns = None  # by the best check, whose returns are (E,)
         self.time = self.unchecked = 0.0  # seconds in all, since the last check
         self.home, self.rate, self.tried = 0, 0.0, 0.0  # level left, gain a second; a trial's end
@@ -718,7 +718,7 @@ def normalise_values(model, batch, returns):
 @torch.no_grad()
 def refit_values(model, batch):
     """Fit the value function's last layer to a batch's returns and take advantages from it: values
-    of another level would spoil the policy. Ridge: large weights would drown its gradients."""
+    of another level would spoil the policy. Ridge: at large weights V alone moves shared layers."""
     features = nn.functional.pad(model.critic(model.obs_norm(batch["obs"])), (0, 1), value=1.0)
     features, returns = features.cpu().double(), batch["returns"].cpu().double()  # (M, F + 1), (M,)
     square = features.T @ features + 1e-3 * len(returns) * torch.eye(features.shape[1]).to(features)
