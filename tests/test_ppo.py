@@ -51,10 +51,11 @@ def test_gae_golden():
     buffer = {"obs": torch.zeros(7, 3, 2), "actions": torch.zeros(7, 3), "next_values": next_values}
     buffer |= {"logprobs": torch.zeros(7, 3), "rewards": g["rewards"], "values": g["values"]}
     buffer |= {"terminated": terminated, "truncated": never}
-    model = SimpleNamespace(inputs=("obs",))
+    model = SimpleNamespace(inputs=("obs", "state"), memory=None)  # an input's name says nothing
+    buffer["state"] = torch.zeros(7, 3, 5)
     batch = ppo.make_batch(buffer, model, options(f"--gamma {gamma} --gae-lambda {lam}"))
     torch.testing.assert_close(batch["returns"], g["returns"].flatten(), rtol=1e-5, atol=1e-6)
-    assert batch["obs"].shape == (21, 2)
+    assert batch["obs"].shape == (21, 2) and batch["state"].shape == (21, 5)
 
 
 @pytest.mark.parametrize(
