@@ -674,9 +674,8 @@ class WorkerPool:
         for rows in np.array_split(range(num_envs), min(num_workers, num_envs) or 1)[:num_workers]:
             pipe, end = context.Pipe()
             child = context.Process(target=work, args=(end, make_games, rows, shared), daemon=True)
-            child.start()
+            child.start(), end.close()
             self.workers.append((pipe, child))
-            end.close()
 
     def call(self, command, *arguments):
         """Have all games carry out a command. Returns the list of the workers' answers."""
@@ -864,11 +863,12 @@ class Run(AbstractContextManager):
         if RANK > 0:
             return
         if args.eval_every and (done % args.eval_every == 0 or done == total):
+            row["eval_return"] = math.nan  # made again by --resume if it stays so
             # New games: what wrappers have learned of observations is gone, as it is for --eval.
             with closing(make_eval_pool(args, self.model)) as self.eval_pool:
                 returns, cut = evaluate(self.model, self.eval_pool, run=self)
             found = {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
-            row |= {"eval_return": math.nan} if self.signal else found  # which has cut it short
+            row |= {} if self.signal else found  # a signal has cut it short
         self.writer.writerow(row)
         shown = {TAGS.get(k, k): row[k] for k in row if k not in COUNTERS and math.isfinite(row[k])}
         values = [self.Summary.Value(tag=tag, simple_value=x) for tag, x in shown.items()]

@@ -1120,9 +1120,8 @@ class WorkerPool:
         for rows in np.array_split(range(num_envs), min(num_workers, num_envs) or 1)[:num_workers]:
             pipe, end = context.Pipe()
             child = context.Process(target=work, args=(end, make_games, rows, shared), daemon=True)
-            child.start()
+            child.start(), end.close()
             self.workers.append((pipe, child))
-            end.close()
 
     def call(self, command, *arguments):
         """Have all games carry out a command. Returns the list of the workers' answers."""
@@ -1365,13 +1364,14 @@ class Run(AbstractContextManager):
         if RANK > 0:
             return
         if args.eval_every and (done % args.eval_every == 0 or self.share_done() >= 1):
+            row["eval_return"] = math.nan  # made again by --resume if it stays so
             if self.rule.best is None or self.rule.best is not self.played:  # else it is as before
                 self.played = self.rule.best
                 self.result.load_state_dict(self.played or self.model.state_dict())
                 self.evaluated = evaluate(self.result, self.eval_pool, run=self)
             returns, cut = self.evaluated
             found = {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
-            row |= {"eval_return": math.nan} if self.signal else found  # which has cut it short
+            row |= {} if self.signal else found  # a signal has cut it short
             if (picture := self.eval_pool.call("picture")[0]) is not None:
                 self.events.add_image("eval/end", picture, row["global_step"], dataformats="HWC")
         self.writer.writerow(row)

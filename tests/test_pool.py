@@ -362,6 +362,29 @@ def test_signal_during_an_evaluation(script, tmp_path, monkeypatch, during):
     assert [row.get("eval_return") for row in resumed.history] == [0, None, 0, 0]
 
 
+@atari_slow
+@pytest.mark.parametrize("during", [0, 2])
+def test_game_that_fails_in_an_evaluation(script, tmp_path, monkeypatch, during):
+    """The evaluation is made again by a resumed run, in which nothing fails."""
+    args = parse(script, tmp_path, "--env", GOOD[script], "--num-iterations", "3")
+    args.eval_every, args.save_every, args.num_workers = 2, 0, 0
+
+    def evaluate(*arguments, run):
+        if run.iteration == during:
+            raise script.GameError("broken on purpose")
+        return np.zeros(1), 0
+
+    monkeypatch.setattr(script, "evaluate", evaluate)
+    with pytest.raises(script.GameError, match="on purpose"):
+        script.train(args)
+    (run_dir,) = tmp_path.iterdir()
+    assert script.load_checkpoint(run_dir)["counters"]["iteration"] == during
+    monkeypatch.setattr(script, "evaluate", lambda *_, run: (np.zeros(1), 0))
+    resumed = script.train(script.parse_args(["--resume", str(run_dir), "--quiet"]))
+    assert iterations(run_dir) == [0, 1, 2, 3]
+    assert [row.get("eval_return") for row in resumed.history] == [0, None, 0, 0]
+
+
 def iterations(run_dir):
     """Return the first column of progress.csv."""
     return [int(x.split(",")[0]) for x in (run_dir / "progress.csv").read_text().splitlines()[1:]]
