@@ -21,7 +21,7 @@ Each iteration runs the policy π_old for T steps in N games, then takes K epoch
 V(s) predicts the discounted sum of rewards r_t from s on, the advantage Â_t how much better a_t is,
 judged by k rewards, then V: k = 1 if λ = 0 (V's errors), all if λ = 1 (noise), or a mean over k.
 Games are dear, so K epochs learn from π_old's actions by the ratio r_t(θ); far from 1 it is mostly
-noise, so it is clipped. At 1 −r_t(θ) Â_t has the gradient of cross-entropy, a_t the label, Â_t the
+noise, so it is clipped. At 1, −r_t(θ) Â_t has the gradient of cross-entropy, a_t the label, Â_t the
 weight. The entropy H keeps actions varied. What has index t is of the action at t: `terminated`, it
 ended the task; `truncated`, a time limit cut that short, so V counts for the rest; done_t: either.
 Shapes: T steps (--num-steps), N games (--num-envs), B minibatches of M rows, D observation entries,
@@ -193,7 +193,7 @@ def rollout(model, pool, args, generator):
     wrong = ~model.head.sample(pi, noise).isclose(buffer["actions"], 1e-3, 1e-3)  # a few: rounding
     assert wrong.sum() < 3 + wrong.numel() / 99, "acted unlike head.sample(pi, noise): fast_act?"
     # V(s_{t+1}) of where each step led, not of the next episode's start; (1, T·N, ...): for --rnn.
-    after = {k: buffer[f"next_{k}"].flatten(0, 1)[None] for k in ("obs", "state") if k in buffer}
+    after = {k[5:]: buffer[k].flatten(0, 1)[None] for k in buffer if k.startswith("next_")}
     values = torch.stack([values, model(**after)[1].view(values.shape)])
     if model.value_norm is not None:
         values = model.value_norm.mean + model.value_norm.std * values
@@ -1060,7 +1060,7 @@ class Run(AbstractContextManager):
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
         if self.history and math.isnan(self.history[-1].get("eval_return", 0)):
-            self.again = [self.history.pop()]  # a signal has cut its evaluation short
+            self.again = [self.history.pop()]  # whose evaluation was not completed
         self.counters, self.saved = state["counters"], state["counters"]["iteration"]
         self.saved < self.args.num_iterations or report("run complete; longer: --num-iterations N")
         return parts[RANK] if fits else ({}, None)

@@ -333,8 +333,8 @@ def has_bf16(device):
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     able = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
-    amd = able.get("avx512_bf16") and not able.get("avx512_fp16")  # Intel's, with both, is slower
-    return bool(able.get("amx_bf16") or amd)
+    without_amx = able.get("avx512_bf16") and not able.get("avx512_fp16")  # slower on Intel's
+    return bool(able.get("amx_bf16") or without_amx)
 
 
 class Model(nn.Module):
@@ -347,7 +347,7 @@ class Model(nn.Module):
     def __init__(self, action_space, bf16=False):
         super().__init__()
         self.action_space, self.bf16 = action_space, bf16
-        self.actor = nn.Sequential(
+        self.actor = self.critic = nn.Sequential(
             layer_init(nn.Conv2d(4, 32, 8, stride=4)),  # (M, 32, 20, 20)
             nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),  # (M, 64, 9, 9)
@@ -937,7 +937,7 @@ class Run(AbstractContextManager):
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
         if self.history and math.isnan(self.history[-1].get("eval_return", 0)):
-            self.again = [self.history.pop()]  # a signal has cut its evaluation short
+            self.again = [self.history.pop()]  # whose evaluation was not completed
         self.counters, self.saved = state["counters"], state["counters"]["iteration"]
         self.saved < self.args.num_iterations or report("run complete; longer: --num-iterations N")
         return parts[RANK] if fits else ({}, None)

@@ -9,7 +9,7 @@ This is `ppo.py` for a simulation on L levels (grids, time steps), coarse to fin
 default, trains on one level at a time; checks on the finest tell which level teaches most a second,
 see `Climb`. *Together* is the paper's multilevel Monte Carlo: N actors take many steps, T^1, on the
 coarsest level and few, T^L, on the finest. On a level l > 1 each has a partner on level l−1 with
-the same noise: losses differ little, few samples show it; coarsest + differences = finest loss.
+the same noise: losses differ little, few samples tell how; coarsest + differences = finest loss.
 
 Papers: "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), algorithms as in A.
 Dixit's "Implementation of multilevel PPO in Stable Baselines 3"; "PPO", Â_t, R_t, r_t(θ): `ppo.py`.
@@ -33,7 +33,7 @@ starts of their own. For pairs: `psi()`, state → observation, and `map_from(ot
 another level's state (else one seed starts both); static `step_batch(envs, actions)` returns
 arrays of observations, rewards, terminated, truncated.
 
-Shapes: L levels, T^l steps, N actors, B minibatches of M^l rows, S with partners, D, A as `ppo.py`.
+Shapes: L levels, T^l steps, N actors, B minibatches of M^l rows, S in all; D, A as in `ppo.py`.
 """
 
 import argparse
@@ -434,14 +434,14 @@ class Climb:
     than ERRORS standard errors of the difference. Then the run stays; but once a window costs at
     most a SHARE of the time since the last trial, it tries the next level, kept if it gains more
     per second (of --level-costs) than the window before. After an unproductive one the nearest
-    cheaper level, productive since its last chance, has one, as long; no gain or none: up."""
+    cheaper level that was productive since its last chance has one as long; if in vain: up."""
 
     ERRORS, SHARE = 1.5, 0.25
     CHECKS = 6  # a check is due after training as long as so many checks, or at a window's end
     ITERATIONS, PART = 5, 0.2  # a window's least: so many of the next level, part of the time
 
     def __init__(self, args):
-        self.args, self.level, self.refit = args, 0, not args.norm_obs  # refit: V is random yet
+        self.args, self.level, self.refit = args, 0, not args.norm_obs  # refit: V is still random
         self.best = self.adam = self.returns = None  # by the best check, whose returns are (E,)
         self.time = self.unchecked = 0.0  # seconds in all, since the last check
         self.home, self.rate, self.tried = 0, 0.0, 0.0  # level left, gain a second; a trial's end
@@ -952,7 +952,7 @@ class Games:
             raise GameError(f"{what}\n{traceback.format_exc()}") from None
 
     def start(self, states=None, shift=0):
-        """Start all games, from those `states` (N) that are kept, else from their seeds + shift."""
+        """Start all games, from those of the N `states` that are kept, else from seeds + shift."""
         for actor in self.actors:
             if states and (kept := states[actor[0].n]):
                 try:
@@ -966,7 +966,7 @@ class Games:
                 game.random = np.random.default_rng(game.seed)  # of the seeds that a pair shares
                 game.reset(game.seed)
             for fine, partner in zip(actor[2::2], actor[1::2]) if self.paired else ():
-                self.follow(fine, partner)
+                self.follow(fine, partner)  # from its state
 
     def get_state(self):
         """Return what `start` needs to go on with these actors, None for one that cannot tell."""
@@ -1445,7 +1445,7 @@ class Run(AbstractContextManager):
         self.generator.set_state(state["generator"])
         self.history, self.recent = state["history"], state["recent"]
         if self.history and math.isnan(self.history[-1].get("eval_return", 0)):
-            self.again = [self.history.pop()]  # a signal has cut its evaluation short
+            self.again = [self.history.pop()]  # whose evaluation was not completed
         self.counters, self.saved = state["counters"], state["counters"]["iteration"]
         self.share_done() < 1 or report("run complete; longer: --total-cost (or --num-iterations)")
         return parts[RANK] if fits else ({}, None)
@@ -1587,9 +1587,8 @@ def export_onnx(path, model, inputs):
 
 
 def analyse(args):
-    """Tell which levels pay, as --analyse says: every level plays whole episodes alone and, from
-    other starts, in pairs with the next level and with the finest; the policy acts with its noise.
-    Prints the rows of `compare` and each level's `verdict`, writes analysis.csv. Returns rows."""
+    """Tell which levels pay: each plays whole episodes alone and, from other starts, in pairs with
+    the next one and the finest. Prints rows of `compare` and `verdict`s, writes analysis.csv."""
     torch.set_num_threads(1), torch.manual_seed(args.seed)
     model, generator = make_model(args), torch.Generator().manual_seed(args.seed)
     if args.analyse:
@@ -1603,8 +1602,9 @@ def analyse(args):
         if len(played) == 1:  # all others take about as many steps
             seconds = played[levels]["steps"] * sum(costs[level] for level in sum(plays, ()))
             print(f"{episodes} episodes of every level and pair: about {seconds:.0f} s", flush=True)
-    steps = [round(float(played[level,]["lengths"].mean()), 2) for level in args.levels]
-    max(steps) > 1.02 * min(steps) and report(f"episodes of {steps} steps: does a level diverge?")
+    steps = np.stack([played[level,]["lengths"].ravel() for level in args.levels])
+    if steps.std(axis=1).min() == 0 < steps.std():  # a level's are all alike, but not all levels'
+        report(f"episodes of {steps.mean(axis=1).round(2).tolist()} steps: does a level diverge?")
     for level in args.levels:
         mean = jackknife(lambda x: {"return": x.mean()}, played[level,]["returns"][0, :, 0])
         alone[level] = {"level": level, "step_ms": 1e3 * costs[level]} | mean
@@ -1677,7 +1677,7 @@ def saving(rho, c_f, c_c):
     """Return what two levels save, the cost of the fine one alone over theirs at equal variance,
     and the best number of coarse steps per fine one, by the correlation of their advantages and the
     costs of a step: Peherstorfer et al. 2016, but with β = Cov/Var and coarse rows of their own."""
-    rho = np.clip(rho, 0, 1)
+    rho = np.clip(rho, 0, 1)  # below 0 is as good as 0
     ratio = np.sqrt(rho**2 * (c_f + c_c) / ((1 - rho**2) * c_c))
     return c_f / (np.sqrt((c_f + c_c) * (1 - rho**2)) + rho * np.sqrt(c_c)) ** 2, ratio
 

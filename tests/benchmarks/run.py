@@ -20,11 +20,7 @@ PEERS = ROOT / "runs" / "peers"
 VERSIONS = ("stable-baselines3==2.9.2", "skrl==2.1.1")
 # {name: (what it is, how long on two cores, command of tests/benchmarks)}
 JOBS = {
-    "peers": (
-        "the update of ppo.py beside those of its peers",
-        "1 minute",
-        "peers.py",
-    ),
+    "peers": ("the update of ppo.py beside those of its peers", "1 minute", "peers.py"),
     "speed-ppo": ("ppo.py beside Stable-Baselines3", "20 minutes", "speed_ppo.py"),
     "speed-atari": ("ppo_atari.py beside Stable-Baselines3", "30 minutes", "speed_atari.py"),
     "speed-ressim": ("time and memory of the reservoirs", "3 minutes", "speed_ressim.py"),
