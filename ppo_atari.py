@@ -867,8 +867,8 @@ class Run(AbstractContextManager):
             # New games: what wrappers have learned of observations is gone, as it is for --eval.
             with closing(make_eval_pool(args, self.model)) as self.eval_pool:
                 returns, cut = evaluate(self.model, self.eval_pool, run=self)
-            found = {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
-            row |= {} if self.signal else found  # a signal has cut it short
+            if not self.signal:  # which has cut it short
+                row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
         self.writer.writerow(row)
         shown = {TAGS.get(k, k): row[k] for k in row if k not in COUNTERS and math.isfinite(row[k])}
         values = [self.Summary.Value(tag=tag, simple_value=x) for tag, x in shown.items()]

@@ -1370,8 +1370,8 @@ class Run(AbstractContextManager):
                 self.result.load_state_dict(self.played or self.model.state_dict())
                 self.evaluated = evaluate(self.result, self.eval_pool, run=self)
             returns, cut = self.evaluated
-            found = {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
-            row |= {} if self.signal else found  # a signal has cut it short
+            if not self.signal:  # which has cut it short
+                row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
             if (picture := self.eval_pool.call("picture")[0]) is not None:
                 self.events.add_image("eval/end", picture, row["global_step"], dataformats="HWC")
         self.writer.writerow(row)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LENGTHS = {"ppo": 1318, "ppo_atari": 1182, "ppo_multilevel": 2282}  # lines at most
+LENGTHS = {"ppo": 1318, "ppo_atari": 1181, "ppo_multilevel": 2282}  # lines at most
 SCRIPTS = list(LENGTHS)
 SECTIONS = (
     "options, train, rollout, GAE, losses, update, model, heads and normalisers, speed, games, "

@@ -22,8 +22,11 @@ sys.path.insert(0, str(ROOT))
 # Breakout, lowest and highest of three PPO runs after millions of steps (baselines-results, figure)
 PUBLISHED = {1: (15, 25), 2: (30, 48), 10: (245, 310)}
 ATARI = {  # title: {run: its label}
-    "Pong": {"Pong": "defaults"}
-    | {"Pong-lr-5e-4": "--learning-rate 5e-4", "Pong-16-games": "16 games, 3 epochs, clip 0.2"},
+    "Pong": {
+        "Pong": "defaults",
+        "Pong-lr-5e-4": "--learning-rate 5e-4",
+        "Pong-16-games": "16 games, 3 epochs, clip 0.2",
+    },
     "Breakout": {"Breakout": "defaults", "Breakout-64-games": "64 games, on a GPU"},
     "Pong, by --precision": {"Pong": "bfloat16", "Pong-fp32": "float32"},
 }
