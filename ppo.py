@@ -244,10 +244,10 @@ def play(games, num_steps, sample=True, first_episodes=False):
     arrays = games.arrays  # what the games show now, (N, ...)
     buffer = games.buffer  # what is recorded, (T, N, ...)
     act = fast_act(games.model)
-    noise = torch.from_numpy(buffer["noise"])
 
     for t in range(num_steps):
-        act(arrays, noise[t] if sample else None)
+        noise = buffer["noise"][t] if sample else None
+        act(arrays, noise)
         for name in games.model.stored:  # what the policy saw and did
             buffer[name][t] = arrays[name]
 
@@ -324,10 +324,12 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     decay = gamma * gae_lambda * ~(terminated | truncated)
 
     # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. After the last step V stands for the rest.
-    A = delta.clone()
+    delta = list(delta)  # the steps' rows, (N,)
+    decay = list(decay)
+    A = list(delta)
     for t in reversed(range(len(A) - 1)):
         A[t] = delta[t] + decay[t] * A[t + 1]
-    return A
+    return torch.stack(A)
 
 
 def make_batch(buffer, model, args):
@@ -597,14 +599,17 @@ class Model(nn.Module):
         return self.head.sample(self.head(self.actor(x), action_mask), noise), state
 
     def act(self, arrays, noise=None):
-        """Set the actions for what the games show: samples from noise (N, ·), else the mode."""
+        """Set the actions for what the games show: samples from noise (N, ·), or the mode.
+
+        `arrays` holds NumPy arrays (N, ...), and noise is one too.
+        """
         if self.memory is not None:  # which begins anew where an episode starts
             arrays["starts"][:] = arrays["ended"]
             arrays["state"][:] = arrays["next_state"]
 
         inputs = {name: torch.from_numpy(arrays[name]).to(self.device) for name in self.inputs}
         if noise is not None:
-            noise = noise.to(self.device)
+            noise = torch.from_numpy(noise).to(self.device)
         actions, state = self.policy(**inputs, noise=noise)
 
         arrays["actions"][:] = actions.cpu().numpy()
@@ -876,7 +881,6 @@ def fast_act(model):
             h = np.tanh(h @ W + b)
         actions = h @ weights[-1] + biases[-1]  # logits, or means
         if noise is not None:
-            noise = noise.numpy()
             actions = actions + (noise if discrete else sigma * noise)
         if discrete:
             actions = actions.argmax(axis=-1)
@@ -1032,13 +1036,14 @@ class Game:
         a["episode_return"][n] += reward
         a["episode_length"][n] += 1
         a["discounted"][n] = reward + self.gamma * a["discounted"][n]  # Σ_k γ^k r_{t−k}
+        ended = terminated or truncated
         a["rewards"][n] = reward
         a["terminated"][n] = terminated
         a["truncated"][n] = truncated and not terminated
-        a["ended"][n] = terminated or truncated
+        a["ended"][n] = ended
 
         self.show("next_obs", obs, info)
-        if not a["ended"][n]:
+        if not ended:
             self.show("obs", obs, info)
             return
         if not a["finished"][n]:
@@ -1883,11 +1888,11 @@ def evaluate_run(args):
 def film(path, args, model, generator):
     """Write a film of one evaluation episode; GameError if the env gives no pictures for one."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        options = {"render_mode": "rgb_array", "video": folder}
+        options = {"render_mode": "rgb_array", "video": f"{folder}/video"}
         try:
             with closing(make_eval_pool(args, model, episodes=1, **options)) as pool:
                 evaluate(model, pool, generator)
-            (found,) = Path(folder).glob("*.mp4")
+            (found,) = Path(folder).glob("video/*.mp4")
             os.replace(found, path)
         except Exception as error:
             raise GameError(f"argument --video: no film, see README: {one_line(error)}") from None
