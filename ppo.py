@@ -158,7 +158,7 @@ def train(args):
     with Run(args, model, optimizer, generator) as run:
         while run.goes_on():
             if not args.adaptive_lr:
-                remaining = 1 - run.iteration / args.num_iterations if args.anneal_lr else 1
+                remaining = 1 - run.share_done() if args.anneal_lr else 1
                 scale_learning_rates(optimizer, remaining)
 
             # Sample: T steps in each of N environments with the policy π_old.
@@ -259,14 +259,14 @@ def play(games, num_steps, sample=True, first_episodes=False):
             break
 
 
-def check_finite(buffer):
+def check_finite(buffer, who="game"):
     """Raise GameError at the first NaN, infinity, or number whose square overflows float32."""
     for name in ("next_obs", "rewards", "obs"):
         wrong = ~(buffer[name].abs() < 1e15)  # NaN < 1e15 is False
         if wrong.any():
             t, n, *entry = wrong.nonzero()[0].tolist()
             place = f"{name}{entry}" if entry else name
-            raise GameError(f"NaN or over 1e15 in {place} of game {n}, step {t}")
+            raise GameError(f"NaN or over 1e15 in {place} of {who} {n}, step {t}")
 
 
 @torch.no_grad()
@@ -1148,10 +1148,10 @@ class Games:
         self.busy = None  # the game that is at work, and what it does
         self.games = [Game(args, n, int(seeds[n]), arrays, **options) for n in rows]
 
-    def call(self, command, *arguments):
+    def call(self, command, *arguments, **options):
         """Carry out a command. If a game fails, GameError says which one, and in what."""
         try:
-            return getattr(self, command)(*arguments)
+            return getattr(self, command)(*arguments, **options)
         except (Exception, SystemExit) as error:
             if self.busy is None:  # the failure is not a game's
                 raise
@@ -1178,9 +1178,9 @@ class Games:
             game.step()
         self.busy = None
 
-    def play(self, *arguments):
-        """Play steps, see the function `play`."""
-        play(self, *arguments)
+    def play(self, num_steps, **how):
+        """Play a number of steps, see the function `play`."""
+        play(self, num_steps, **how)
 
     def get_state(self):
         """Return the list of the games' states."""
@@ -1295,23 +1295,23 @@ class WorkerPool:
             end.close()
             self.workers.append((pipe, child))
 
-    def play(self, model, num_steps, *how):
+    def play(self, model, num_steps, **how):
         """Have the model play all games for a number of steps, see the function `play`."""
         if self.player is not model:
             self.player.load_state_dict(model.state_dict())
-        self.call("play", num_steps, *how)
+        self.call("play", num_steps, **how)
 
-    def call(self, command, *arguments):
+    def call(self, command, *arguments, **options):
         """Have all games carry out a command. Returns the list of the workers' answers."""
         self.busy = True
         if self.games is not None:
-            answers = [self.games.call(command, *arguments)]
+            answers = [self.games.call(command, *arguments, **options)]
         else:
-            answers = self.ask_workers(command, *arguments)
+            answers = self.ask_workers((command, arguments, options))
         self.busy = False
         return answers
 
-    def ask_workers(self, *message):
+    def ask_workers(self, message):
         """Send a message to all workers. Returns the list of their answers."""
         for pipe, _ in self.workers:
             with suppress(BrokenPipeError):  # a dead worker does not answer
@@ -1336,12 +1336,12 @@ class WorkerPool:
             return
         patience = 5 if sys.exc_info()[0] is KeyboardInterrupt else 30
         end = time.monotonic() + patience
-        with ExitStack() as stack:  # its end, which another Ctrl-C reaches too, kills who is left
+        with ExitStack() as stack:  # at its end, whatever happens, all that are left are killed
             for pipe, process in self.workers:
                 stack.callback(process.join)
                 stack.callback(process.kill)
                 with suppress(OSError):
-                    pipe.send(("close",))
+                    pipe.send(("close", (), {}))
             for _, process in self.workers:
                 process.join(max(0, end - time.monotonic()))
             if any(process.is_alive() for _, process in self.workers):
@@ -1378,8 +1378,8 @@ def work(pipe, make_games, rows, shared):
     try:
         games = make_games(rows, *[as_arrays(memory) for memory in shared])
         while command != "close" and pipe in multiprocessing.connection.wait([pipe, parent]):
-            command, *arguments = pipe.recv()
-            pipe.send(games.call(command, *arguments))
+            command, arguments, options = pipe.recv()
+            pipe.send(games.call(command, *arguments, **options))
     except BaseException as error:  # also what would end a process without a word
         if not isinstance(error, GameError):
             what = f"a worker failed: {one_line(error)}"
@@ -1508,6 +1508,10 @@ class Run(AbstractContextManager):
         """The list of all logged rows, dicts."""
         return self.logger.history
 
+    def share_done(self):
+        """Return which share of the run's length is complete."""
+        return self.iteration / self.args.num_iterations
+
     def open(self):
         """Catch signals, restore a run that is resumed, make the games and open the files."""
         if threading.current_thread() is threading.main_thread():
@@ -1515,7 +1519,7 @@ class Run(AbstractContextManager):
                 before = signal.signal(signum, self.stop)
                 self.stack.callback(signal.signal, signum, before)
 
-        self.saved_games = Checkpoint(self.run_dir).restore(self) if self.args.resume else None
+        self.saved_games = self.restore() if self.args.resume else None
         if NUM_RANKS > 1:
             backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
@@ -1567,7 +1571,7 @@ class Run(AbstractContextManager):
         self.began = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # a signal that any rank has received
         self.signal = agreed or self.signal
-        if self.iteration < self.args.num_iterations and not agreed:
+        if self.share_done() < 1 and not agreed:
             return True
         if self.saved != self.iteration:
             self.save()
@@ -1596,11 +1600,10 @@ class Run(AbstractContextManager):
         if RANK > 0:
             return
         every = self.args.eval_every
-        last = self.iteration == self.args.num_iterations
-        if every and (self.iteration % every == 0 or last):
+        if every and (self.iteration % every == 0 or self.share_done() >= 1):
             row["eval_return"] = math.nan  # --resume evaluates again if it stays so
             self.evaluate(row)
-        self.logger.write(row)
+        self.logger.write(row, self.share_done())
 
     def evaluate(self, row):
         """Add an evaluation to the row, unless a signal cuts it short."""
@@ -1618,11 +1621,38 @@ class Run(AbstractContextManager):
         games = self.games_to_save() if with_games else None
         if RANK == 0:
             self.logger.flush()  # a checkpoint must not be ahead of TensorBoard's file
-            Checkpoint(self.run_dir).save(self, games)
+            Checkpoint(self.run_dir).save(self.state(), games)
         self.saved = self.iteration
         if with_games:
             # Barrier: no rank may exit before rank 0 has saved, or torchrun would kill it.
             gathered_objects(None)
+
+    def state(self):
+        """Return all that a resumed run needs but for the games: tensors and plain values."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "counters": self.counters,
+            "starts": self.starts,
+            "history": json.loads(json.dumps(self.history, default=float)),  # plain numbers
+            "recent": self.recent,
+        }
+
+    def restore(self):
+        """Go on where the checkpoint left off. Returns (arrays, states) of the games, or None."""
+        state, games = Checkpoint(self.run_dir).load()
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+        self.counters = state["counters"]
+        self.starts = state["starts"] + 1
+        self.recent = state["recent"]
+        self.logger.restore(state["history"])
+        self.saved = self.iteration
+        if self.share_done() >= 1:
+            report("run complete; longer: --num-iterations N")
+        return games
 
     def games_to_save(self):
         """Return (arrays, states) of every rank's games."""
@@ -1681,8 +1711,8 @@ class Logger:
         if not self.args.quiet:
             stack.callback(print, f"run folder: {self.run_dir}")
 
-    def write(self, row):
-        """Write the newest row of the history."""
+    def write(self, row, share_done):
+        """Write the newest row of the history, logged when that share of the run is complete."""
         new = [name for name in row if name not in self.columns]
         if new:
             self.columns += new
@@ -1694,7 +1724,7 @@ class Logger:
             if name not in COUNTERS and math.isfinite(value):
                 self.events.add_scalar(TAGS.get(name, name), value, row["global_step"])
         if not self.args.quiet:
-            print(self.status(row), flush=True)
+            print(self.status(row, share_done), flush=True)
 
     def rewrite(self):
         """Write progress.csv anew, with a column for every key of the history's rows."""
@@ -1706,16 +1736,18 @@ class Logger:
         self.csv.writeheader()
         self.csv.writerows(self.history)
 
-    def status(self, row):
+    def status(self, row, share_done):
         """Return the status line of a row."""
         done = row["iteration"]
         total = self.args.num_iterations
-        line = f"update {done}/{total}  steps {row['global_step']:,}"
+        line = f"update {done}/{total}" if total else f"update {done}  {share_done:.0%}"
+        line += f"  steps {row['global_step']:,}"
         for name in SHOWN:
             if name in row:
                 line += f"  {name} {row[name]:,.6g}"
-        if done:
-            left = row["wall_seconds"] / done * (total - done)
+        # Without a fixed number of iterations the first ones, on coarse levels, tell little.
+        if done and (total or share_done > 0.1):
+            left = row["wall_seconds"] * max(0, 1 / share_done - 1)
             line += f"  ETA {datetime.timedelta(seconds=round(min(left, 1e9)))}"
         return line
 
@@ -1733,54 +1765,33 @@ class Checkpoint:
     def __init__(self, run_dir):
         self.path = Path(run_dir) / "checkpoint.pt"
 
-    def save(self, run, games):
-        """Write all that a resumed run needs. `games`: (arrays, states) of each rank, or None."""
-        state = {
-            "model": run.model.state_dict(),
-            "optimizer": run.optimizer.state_dict(),
-            "generator": run.generator.get_state(),
-            "counters": run.counters,
-            "starts": run.starts,
-            "history": json.loads(json.dumps(run.history, default=float)),  # plain numbers
-            "recent": run.recent,
-            "games": None,
-        }
+    def save(self, state, games):
+        """Write a run's state. `games` holds (arrays, states) of every rank's games, or is None."""
         if games is not None:
-            state["games"] = torch.frombuffer(bytearray(pickle.dumps(games)), dtype=torch.uint8)
+            games = torch.frombuffer(bytearray(pickle.dumps(games)), dtype=torch.uint8)
         file = io.BytesIO()
-        torch.save(state, file)
+        torch.save(state | {"games": games}, file)
         write_file(self.path, file.getvalue())
 
-    def load(self):
-        """Return the file's content, with weights on the CPU; ValueError if they are not finite."""
+    def read(self):
+        """Return a run's state, its games as bytes; ValueError if its weights are not finite."""
         state = torch.load(self.path, map_location="cpu", weights_only=True)
         if not all(weights.isfinite().all() for weights in state["model"].values()):
             raise ValueError(f"{self.path} has NaN or infinity among its weights")
         return state
 
-    def restore(self, run):
-        """Set a run to where the file left it. Returns (arrays, states) of this rank's games.
+    def load(self):
+        """Return a run's state, and (arrays, states) of this rank's games.
 
-        Returns None if a game had failed, if the run had another number of ranks, or if the
-        packages have changed so that nothing can be unpickled.
+        The second is None if a game had failed, if the run had another number of ranks, or if
+        packages have changed so that the games cannot be unpickled.
         """
-        state = self.load()
-        run.model.load_state_dict(state["model"])
-        run.optimizer.load_state_dict(state["optimizer"])
-        run.generator.set_state(state["generator"])
-        run.counters = state["counters"]
-        run.starts = state["starts"] + 1
-        run.recent = state["recent"]
-        run.logger.restore(state["history"])
-        run.saved = run.iteration
-        if run.iteration >= run.args.num_iterations:
-            report("run complete; longer: --num-iterations N")
-
+        state = self.read()
         try:
             ranks = pickle.loads(state["games"].numpy().tobytes())
         except Exception:  # of any kind, by what is unpickled
-            return None
-        return ranks[RANK] if len(ranks) == NUM_RANKS else None
+            return state, None
+        return state, ranks[RANK] if len(ranks) == NUM_RANKS else None
 
 
 def run_path(args):
@@ -1850,7 +1861,7 @@ def evaluate(model, pool, generator=None, run=None):
         if sample:
             noise = model.head.noise(EVAL_CHUNK * len(arrays["obs"]), generator)
             pool.buffer["noise"][:] = noise.view(pool.buffer["noise"].shape)
-        pool.play(model, EVAL_CHUNK, sample, True)
+        pool.play(model, EVAL_CHUNK, sample=sample, first_episodes=True)
         if arrays["finished"].all() or (run and run.signal):
             break
 
@@ -1863,7 +1874,7 @@ def evaluate_run(args):
     """Evaluate the checkpoint of a run, as --eval says. Returns the returns, (E,)."""
     run_dir = Path(args.eval)
     model = make_model(args)
-    model.load_state_dict(Checkpoint(run_dir).load()["model"])
+    model.load_state_dict(Checkpoint(run_dir).read()["model"])
     generator = torch.Generator().manual_seed(EVAL_SEED) if args.sample else None
 
     with closing(make_eval_pool(args, model)) as pool:
@@ -2087,7 +2098,7 @@ def options_of_run(parser, argv, args, run_dir, may_change):
             if getattr(args, name) != value:
                 name = name.replace("_", "-")
                 parser.error(f"argument --{name}: the run has {value}, which cannot change")
-        make_model(args).load_state_dict(Checkpoint(run_dir).load()["model"])
+        make_model(args).load_state_dict(Checkpoint(run_dir).read()["model"])
     except Exception as error:
         parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
     return args
