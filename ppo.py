@@ -1678,7 +1678,7 @@ class Logger:
         self.run_dir = run_dir
         self.args = args
         self.history = []
-        self.columns = [*COUNTERS, *TAGS]  # of progress.csv
+        self.columns = list(COUNTERS | TAGS)  # of progress.csv
         self.unfinished = []
 
     def take_unfinished(self):
@@ -1721,7 +1721,8 @@ class Logger:
             self.csv.writerow(row)
 
         for name, value in row.items():
-            if name not in COUNTERS and math.isfinite(value):
+            known_by_step = name in COUNTERS and name not in TAGS
+            if not known_by_step and math.isfinite(value):
                 self.events.add_scalar(TAGS.get(name, name), value, row["global_step"])
         if not self.args.quiet:
             print(self.status(row, share_done), flush=True)
