@@ -531,7 +531,8 @@ def make_model(args):
     """Return the Model for the env's spaces, its weights drawn from torch's global generator."""
     with closing(make_env(args.env)) as env:
         model = Model(env.observation_space.shape[0], env.action_space, args)
-    return model.to("cpu" if args.device == "auto" else args.device)
+    device = "cpu" if args.device == "auto" else args.device
+    return model.to(device)
 
 
 class Model(nn.Module):
@@ -603,7 +604,7 @@ class Model(nn.Module):
 
         `arrays` holds NumPy arrays (N, ...), and noise is one too.
         """
-        if self.memory is not None:  # which begins anew where an episode starts
+        if self.memory is not None:  # it begins anew where an episode starts
             arrays["starts"][:] = arrays["ended"]
             arrays["state"][:] = arrays["next_state"]
 
@@ -726,9 +727,10 @@ class Gaussian(nn.Module):
     def sample(self, mean, noise=None):
         """Return actions (M, ...): μ + σ ε or μ + L ε. Without noise the mode, μ."""
         actions = mean
-        if noise is not None:
-            correlated = self.lower is not None
-            actions = mean + (noise @ self.factor.T if correlated else self.log_std.exp() * noise)
+        if noise is not None and self.lower is None:
+            actions = mean + self.log_std.exp() * noise
+        elif noise is not None:
+            actions = mean + noise @ self.factor.T
         return actions.view(*mean.shape[:-1], *self.shape)
 
     def log_prob(self, mean, action):
@@ -865,8 +867,7 @@ def fast_act(model):
     weights = [layer.weight.detach().numpy().T for layer in linear]  # views: they see every update
     biases = [layer.bias.detach().numpy() for layer in linear]
     discrete = isinstance(model.head, Categorical)
-    if not discrete:
-        sigma = model.head.log_std.detach().exp().numpy()
+    sigma = 1 if discrete else model.head.log_std.detach().exp().numpy()
     norm = model.obs_norm
     normalising = isinstance(norm, RunningNorm)
     if normalising:
@@ -881,7 +882,7 @@ def fast_act(model):
             h = np.tanh(h @ W + b)
         actions = h @ weights[-1] + biases[-1]  # logits, or means
         if noise is not None:
-            actions = actions + (noise if discrete else sigma * noise)
+            actions = actions + sigma * noise
         if discrete:
             actions = actions.argmax(axis=-1)
         arrays["actions"][:] = actions.reshape(arrays["actions"].shape)
@@ -989,9 +990,10 @@ class Game:
             self.env = first_episode_video(self.env, video)
         self.space = self.env.action_space
 
-        # What `get_state` saves: how the episode began, and its actions so far.
-        self.random_state = None  # of the env's generator before the reset; None: the seed's
+        # What `get_state` saves: the actions so far, and the state that the env's random generator
+        # had before the episode's reset, or None if the reset was by the game's seed.
         self.actions = []
+        self.random_state = None
 
     def start(self, state=None):
         """Start an episode, or take up the one of a saved state.
@@ -1005,7 +1007,7 @@ class Game:
         try:
             self.set_state(pickle.loads(state))
             return None
-        except Exception as error:  # of any kind, since the env's packages may have changed
+        except Exception as error:  # the env's packages may have changed, so it may be any
             self.begin_episode(self.seed)
             return one_line(error)
 
@@ -1167,7 +1169,8 @@ class Games:
         problems = []
         for game in self.games:
             self.busy = (game, "reset")
-            problems.append(game.start(states[game.n] if states else None))
+            state = states[game.n] if states else None
+            problems.append(game.start(state))
         self.busy = None
         return [problem for problem in problems if problem]
 
@@ -1275,8 +1278,9 @@ class WorkerPool:
     def __init__(
         self, make_games, arrays, buffer, num_envs, num_workers, player, start_method=None
     ):
-        # A fork shares the memory of all imported libraries, but it is safe on Linux only.
-        start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
+        if start_method is None:
+            # A fork shares the memory of all imported libraries, but it is safe on Linux only.
+            start_method = "fork" if sys.platform == "linux" else "spawn"
         context = multiprocessing.get_context(start_method)
         shared = [shared_memory(context, names) for names in (arrays, buffer)]
         self.arrays, self.buffer = [as_arrays(memory) for memory in shared]
@@ -1486,6 +1490,7 @@ class Run(AbstractContextManager):
         self.optimizer = optimizer
         self.generator = generator
         self.run_dir = Path(args.resume or run_path(args))
+
         self.counters = dict(COUNTERS)
         self.recent = []  # (return, length) of the last 100 episodes
         self.starts = 0  # how often games have started, which their seeds depend on
@@ -1493,6 +1498,7 @@ class Run(AbstractContextManager):
         self.saved = None  # the iteration of the last checkpoint
         self.began = None  # when the current iteration began
         self.eval_pool = None
+
         self.logger = Logger(self.run_dir, args)
         with ExitStack() as self.stack:  # it closes what is open if this block fails
             self.open()
@@ -1667,8 +1673,8 @@ class Run(AbstractContextManager):
             in_games = kind is KeyboardInterrupt and any(pool.busy for pool in pools)
             unsaved = self.saved != self.iteration
             if kind in (GameError, BrokenPipeError) or unsaved and (kind is None or in_games):
-                nobody_reads = kind is BrokenPipeError and NUM_RANKS == 1  # of the status line
-                self.save(with_games=kind is None or nobody_reads)
+                nobody_reads_the_status = kind is BrokenPipeError and NUM_RANKS == 1
+                self.save(with_games=kind is None or nobody_reads_the_status)
 
 
 class Logger:
@@ -1678,7 +1684,7 @@ class Logger:
         self.run_dir = run_dir
         self.args = args
         self.history = []
-        self.columns = list(COUNTERS | TAGS)  # of progress.csv
+        self.columns = list(COUNTERS | TAGS)  # progress.csv has these, and one for any new key
         self.unfinished = []
 
     def take_unfinished(self):
@@ -1790,9 +1796,10 @@ class Checkpoint:
         state = self.read()
         try:
             ranks = pickle.loads(state["games"].numpy().tobytes())
-        except Exception:  # of any kind, by what is unpickled
+        except Exception:  # what is unpickled may raise anything
             return state, None
-        return state, ranks[RANK] if len(ranks) == NUM_RANKS else None
+        games = ranks[RANK] if len(ranks) == NUM_RANKS else None
+        return state, games
 
 
 def run_path(args):

@@ -282,7 +282,8 @@ def scale_learning_rates(optimizer, factor):
 # The roles of an actor on a level: it has an own simulation of the level, and together a partner
 # one level below. Arrays of games are (2, L, N, ...) and a recorded rollout is (2, T, N, ...), by
 # role first.
-OWN, PARTNER = 0, 1
+OWN = 0
+PARTNER = 1
 
 
 def rollout(model, pool, level, num_steps, args, generator):
@@ -302,12 +303,15 @@ def rollout(model, pool, level, num_steps, args, generator):
     pool.play(model, num_steps, level=level, coupling=coupling)
 
     buffers = []
-    for role in (OWN, PARTNER) if coupling else (OWN,):
+    roles = [OWN, PARTNER] if coupling else [OWN]
+    for role in roles:
         buffer = recorded(model, pool, role, num_steps)
         check_finite(buffer, f"level {args.levels[level - role]}, actor")
         buffer = {name: column.to(model.device) for name, column in buffer.items()}
-        led = role == PARTNER and coupling == "step"  # its actions are those of the fine member
-        add_values(model, buffer, None if led else noise.to(model.device))
+        # With --coupling step a partner's actions are not those of the noise.
+        led = role == PARTNER and coupling == "step"
+        own_noise = None if led else noise.to(model.device)
+        add_values(model, buffer, own_noise)
         buffers.append(gathered(buffer))
     return buffers, finished_episodes(buffers[OWN])
 
@@ -453,7 +457,10 @@ def joined(own, partners):
     parts = [own[0]]
     for partner_rows, own_rows_above in zip(partners, own[1:]):
         parts += [partner_rows, own_rows_above]
-    return {name: torch.cat([part[name] for part in parts]) for name in own[0]}
+    batch = {}
+    for name in own[0]:
+        batch[name] = torch.cat([part[name] for part in parts])
+    return batch
 
 
 def explained_variance(batch):
@@ -588,7 +595,7 @@ def minibatch_rows(num_steps, num_envs, num_minibatches, generator):
     level l, and the rows of the partners at the same actors and steps.
     """
     parts = []
-    begin = 0  # of the next member's rows
+    begin = 0  # where the next member's rows begin
     for level, T in enumerate(num_steps):
         size = num_envs * T
         shuffled = torch.randperm(size, generator=generator).view(num_minibatches, -1)
@@ -683,11 +690,13 @@ class Together:
 
     def __init__(self, args):
         self.args = args
-        self.rate = 1.0  # of the running means; the first iteration replaces the guess below
         pairs = len(args.levels) - 1
-        self.controls = [1.0 if args.control == "auto" else args.control] * pairs
-        # Of each level's advantages: Var(Â), Cov(Â, Ã), Var(Ã).
+        control = 1.0 if args.control == "auto" else args.control
+        self.controls = [control for _ in range(pairs)]
+        # Running means of each level's Var(Â), Cov(Â, Ã), Var(Ã). This is a guess, which the first
+        # iteration replaces; later ones move it by a tenth.
         self.moments = torch.tensor([[1.0, 0.0, 0.0]] + [[1.0, 0.9, 1.0] for _ in range(pairs)])
+        self.rate = 1.0
 
     def begin(self, run):
         """Before the first iteration nothing is checked."""
@@ -698,15 +707,18 @@ class Together:
         levels = list(range(len(self.args.levels)))
         num_steps = list(self.args.num_steps)
         if "auto" in num_steps:
-            best = self.best_num_steps()
-            num_steps = [n if T == "auto" else T for T, n in zip(num_steps, best)]
+            for level, T in enumerate(self.best_num_steps()):
+                if num_steps[level] == "auto":
+                    num_steps[level] = T
         return Plan(levels, num_steps, self.controls)
 
     def best_num_steps(self):
         """Return T^l ∝ √(V_l / C_l), rounded so that minibatches and ranks share the rows."""
         args = self.args
         L = len(args.levels)
-        costs = np.array(args.level_costs or [1.0] * L)[:L]
+        costs = np.ones(L)
+        if args.level_costs:
+            costs = np.array(args.level_costs)[:L]
         pair_costs = costs + np.concatenate([[0], costs[:-1]])  # C_l
         beta = np.array([0.0, *self.controls])
         own, cov, partner = self.moments.T.numpy()
@@ -772,8 +784,8 @@ class Climb:
     ERRORS = 1.5
     SHARE = 0.25
     CHECKS = 6  # a check is due after training as long as so many checks, or at a window's end
-    ITERATIONS = 5  # a window has at least so many iterations of the next level,
-    PART = 0.2  # and at least this part of the time so far
+    ITERATIONS = 5  # a window has at least so many iterations of the next level
+    PART = 0.2  # a window has at least this part of the time so far
 
     SAVED = ["level", "refit", "best", "adam", "returns", "time", "unchecked", "home", "rate"]
     SAVED += ["tried", "paid", "kind", "before", "window", "spent", "check_seconds"]
@@ -782,15 +794,16 @@ class Climb:
         self.args = args
         self.level = 0
         self.refit = not args.norm_obs  # whether to refit V, which is random at first
-        self.best = None  # the model's state at the best check,
-        self.adam = None  # the optimizer's,
-        self.returns = None  # and the returns (E,) of that check
+        self.best = None  # the model's state at the best check
+        self.adam = None  # the optimizer's state there
+        self.returns = None  # the returns (E,) of the best check
         self.time = 0.0  # seconds in all
         self.unchecked = 0.0  # seconds since the last check
-        self.home = 0  # the level that was left,
-        self.rate = 0.0  # and its gain per second
+        self.home = 0  # the level that was left
+        self.rate = 0.0  # the gain per second there
         self.tried = 0.0  # when the last trial ended
-        self.paid = [False] * len(args.levels)  # which were productive since their last chance
+        # Has a level been productive since its last chance?
+        self.paid = [False for _ in args.levels]
 
     def plan(self):
         """Return what the next iteration does."""
@@ -878,8 +891,8 @@ class Climb:
         """Start a window on the level: a "trial", a "chance" or, kind "", neither."""
         self.kind = kind
         self.before = self.returns  # the best ones before the window
-        self.window = window or self.usual_window(self.level)  # its seconds,
-        self.spent = 0.0  # and those that are gone
+        self.window = window or self.usual_window(self.level)  # its length in seconds
+        self.spent = 0.0  # the seconds of it that are gone
 
     def usual_window(self, level):
         """Return how many seconds a window on a level has: what a fair trial of the next costs."""
@@ -927,7 +940,8 @@ def make_model(args):
     """Return the Model for the env's spaces, its weights drawn from torch's global generator."""
     with closing(make_env(args.env, args.levels[-1])) as env:
         model = Model(env.observation_space.shape[0], env.action_space, args)
-    return model.to("cpu" if args.device == "auto" else args.device)
+    device = "cpu" if args.device == "auto" else args.device
+    return model.to(device)
 
 
 class Model(nn.Module):
@@ -1093,9 +1107,10 @@ class Gaussian(nn.Module):
     def sample(self, mean, noise=None):
         """Return actions (M, ...): μ + σ ε or μ + L ε. Without noise the mode, μ."""
         actions = mean
-        if noise is not None:
-            correlated = self.lower is not None
-            actions = mean + (noise @ self.factor.T if correlated else self.log_std.exp() * noise)
+        if noise is not None and self.lower is None:
+            actions = mean + self.log_std.exp() * noise
+        elif noise is not None:
+            actions = mean + noise @ self.factor.T
         return actions.view(*mean.shape[:-1], *self.shape)
 
     def log_prob(self, mean, action):
@@ -1185,8 +1200,7 @@ def fast_act(model):
     weights = [layer.weight.detach().numpy().T for layer in linear]  # views: they see every update
     biases = [layer.bias.detach().numpy() for layer in linear]
     discrete = isinstance(model.head, Categorical)
-    if not discrete:
-        sigma = model.head.log_std.detach().exp().numpy()
+    sigma = 1 if discrete else model.head.log_std.detach().exp().numpy()
     norm = model.obs_norm
     normalising = isinstance(norm, RunningNorm)
     if normalising:
@@ -1201,7 +1215,7 @@ def fast_act(model):
             h = np.tanh(h @ W + b)
         actions = h @ weights[-1] + biases[-1]  # logits, or means
         if noise is not None:
-            actions = actions + (noise if discrete else sigma * noise)
+            actions = actions + sigma * noise
         if discrete:
             actions = actions.argmax(axis=-1)
         arrays["actions"][:] = actions.reshape(arrays["actions"].shape)
@@ -1332,7 +1346,7 @@ class Game:
         self.to_compare = {"obs", "next_obs"} if has_psi and needs_psi else set()
 
         self.shows_pictures = n == 0 and not video and self.env.render_mode == "rgb_array"
-        self.picture = None  # of the last episode's end
+        self.picture = None  # what the last episode's end looked like
 
     def start(self, seed):
         """Start the first episode of a seed."""
@@ -1531,7 +1545,7 @@ class Games:
         try:
             for game, state in zip(self.games_of(actor), states, strict=True):
                 game.set_state(state)
-        except Exception as error:  # of any kind, since packages may have changed
+        except Exception as error:  # packages may have changed, so it may be any
             return one_line(error)
         return None
 
@@ -1540,7 +1554,8 @@ class Games:
         states = []
         for actor in range(len(self.own[0])):
             saved = [game.get_state() for game in self.games_of(actor)]
-            states.append(None if None in saved else saved)
+            complete = None not in saved
+            states.append(saved if complete else None)
         return states
 
     def follow(self, fine, partner, starts=True):
@@ -1555,7 +1570,8 @@ class Games:
             fine.reset(seed)
             partner.reset(seed)
             return
-        if starts and not partner.arrays["ended"][partner.n]:  # else its own end has reset it
+        has_been_reset = partner.arrays["ended"][partner.n]  # by its own end
+        if starts and not has_been_reset:
             self.busy = (partner, "reset")
             partner.reset()
         self.busy = (partner, "map_from")
@@ -1625,10 +1641,10 @@ class Games:
 
 def steps_in_batches(env):
     """Whether the env's class has a step_batch. A subclass that overrides `step` alone has not."""
-    for owner in type(env).mro():
-        if "step_batch" in vars(owner):
+    for owner in type(env).mro():  # the class, then those that it inherits from
+        if "step_batch" in owner.__dict__:
             return True
-        if "step" in vars(owner):
+        if "step" in owner.__dict__:
             return False
     return False
 
@@ -1794,8 +1810,9 @@ class WorkerPool:
     def __init__(
         self, make_games, arrays, buffer, num_envs, num_workers, player, start_method=None
     ):
-        # A fork shares the memory of all imported libraries, but it is safe on Linux only.
-        start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
+        if start_method is None:
+            # A fork shares the memory of all imported libraries, but it is safe on Linux only.
+            start_method = "fork" if sys.platform == "linux" else "spawn"
         context = multiprocessing.get_context(start_method)
         shared = [shared_memory(context, names) for names in (arrays, buffer)]
         self.arrays, self.buffer = [as_arrays(memory) for memory in shared]
@@ -2009,8 +2026,9 @@ class Run(AbstractContextManager):
         self.generator = generator
         self.rule = rule
         self.result = copy.deepcopy(model)  # what evaluations play
-        self.evaluated = None  # the last evaluation, and
-        self.evaluated_best = None  # the rule's best parameters then
+        self.evaluated = None  # the last evaluation
+        self.evaluated_best = None  # the rule's best parameters at that time
+
         self.run_dir = Path(args.resume or run_path(args))
         self.counters = dict(COUNTERS)
         self.recent = []  # (return, length) of the last 100 episodes
@@ -2018,7 +2036,7 @@ class Run(AbstractContextManager):
         self.signal = None
         self.saved = None  # the iteration of the last checkpoint
         self.began = None  # when the current iteration began
-        self.pools = []  # all that are open
+        self.pools = []  # all pools that are open
         self.logger = Logger(self.run_dir, args)
         with ExitStack() as self.stack:  # it closes what is open if this block fails
             self.open()
@@ -2164,7 +2182,8 @@ class Run(AbstractContextManager):
         returns = np.concatenate([returns for returns, _ in ranks])
         cut = sum(cut for _, cut in ranks)
         steps = self.check_pool.arrays["steps"]
-        steps[:] = max(gathered_objects(steps.max()))  # as if all games ran side by side
+        # Charge as if the games of all processes ran side by side until the last has ended.
+        steps[:] = max(gathered_objects(steps.max()))
         if not np.isfinite(returns).all():
             raise GameError(f"NaN or infinity in returns of a check, level {self.args.levels[-1]}")
         if cut:
@@ -2208,7 +2227,8 @@ class Run(AbstractContextManager):
     def evaluate(self, row):
         """Add an evaluation of the run's result to the row, unless a signal cuts it short."""
         best = self.rule.best
-        if best is None or best is not self.evaluated_best:  # else nothing has changed
+        unchanged = best is not None and best is self.evaluated_best
+        if not unchanged:
             self.evaluated_best = best
             self.result.load_state_dict(best or self.model.state_dict())
             self.evaluated = evaluate(self.result, self.eval_pool, run=self)
@@ -2278,8 +2298,8 @@ class Run(AbstractContextManager):
                 # An iteration whose check failed is counted, but not logged: do it again.
                 if kind and self.history and self.history[-1]["iteration"] < self.iteration:
                     self.counters["iteration"] -= 1
-                nobody_reads = kind is BrokenPipeError and NUM_RANKS == 1  # of the status line
-                self.save(with_games=kind is None or nobody_reads)
+                nobody_reads_the_status = kind is BrokenPipeError and NUM_RANKS == 1
+                self.save(with_games=kind is None or nobody_reads_the_status)
 
 
 class Logger:
@@ -2289,7 +2309,7 @@ class Logger:
         self.run_dir = run_dir
         self.args = args
         self.history = []
-        self.columns = list(COUNTERS | TAGS)  # of progress.csv
+        self.columns = list(COUNTERS | TAGS)  # progress.csv has these, and one for any new key
         self.unfinished = []
 
     def take_unfinished(self):
@@ -2401,9 +2421,10 @@ class Checkpoint:
         state = self.read()
         try:
             ranks = pickle.loads(state["games"].numpy().tobytes())
-        except Exception:  # of any kind, by what is unpickled
+        except Exception:  # what is unpickled may raise anything
             return state, None
-        return state, ranks[RANK] if len(ranks) == NUM_RANKS else None
+        games = ranks[RANK] if len(ranks) == NUM_RANKS else None
+        return state, games
 
 
 def run_path(args):
@@ -2450,7 +2471,7 @@ def write_file(path, content):
 
 # ------------------------------------------------------------------------------------ evaluation
 EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every run
-CHECK_SEED = 20_000  # so have those of a climb's checks
+CHECK_SEED = 20_000  # a climb's checks have seeds of their own, too
 EVAL_STEPS = 10_000  # an evaluation takes no more steps, so that it always ends
 EVAL_CHUNK = 50  # steps between two looks at whether the run was asked to stop
 
@@ -2628,7 +2649,9 @@ def play_levels_and_pairs(model, args, costs, generator):
     for levels in plays:
         played[levels] = play_episodes(model, levels, args, generator)
         if len(played) == 1:  # all others take about as many steps
-            cost = sum(costs[level] for members in plays for level in members)
+            cost = 0.0
+            for members in plays:
+                cost += sum(costs[level] for level in members)
             seconds = played[levels]["steps"] * cost
             episodes = ROUNDS * args.num_envs
             print(f"{episodes} episodes of every level and pair: about {seconds:.0f} s", flush=True)
@@ -2661,7 +2684,10 @@ def compared_levels(args, costs, played):
 def print_table(rows):
     """Print rows with a column for each number, and its error beside it."""
     names = [name for name in rows[0] if not name.endswith("_error")]
-    widths = {name: 20 if f"{name}_error" in rows[0] else 9 for name in names}
+    widths = {}
+    for name in names:
+        has_error = f"{name}_error" in rows[0]
+        widths[name] = 20 if has_error else 9
     print("".join(name.rjust(width) for name, width in widths.items()))
     for row in rows:
         line = ""
@@ -2717,13 +2743,13 @@ def numbers_of_pair(samples, c_f, c_c):
     c_f and c_c are the costs of a fine and a coarse step.
     """
     difference, *products = samples.mean(axis=1)
-    cc, ff, cf = np.reshape(products, (2, 3)).T  # of returns, of advantages
+    cc, ff, cf = np.reshape(products, (2, 3)).T  # each (2,): returns, advantages
     rho = np.clip(cf / np.sqrt(cc * ff), -1, 1)
     gain, ratio = saving(rho.min(), c_f, c_c)
     return {
-        "difference": difference,  # of the returns, fine − coarse
+        "difference": difference,  # mean return of the fine level less that of the coarse one
         "rho_return": rho[0],  # within a start: how far the levels agree on what is good to do
-        "rho_adv": rho[1],  # of advantages Â, row by row
+        "rho_adv": rho[1],  # row by row
         "var_ratio": ((cc + ff - 2 * cf) / ff)[1],  # Var(Â_f − Ã_c) / Var(Â_f)
         "saving": gain,  # by the smaller rho: rho_adv is high until values are learned
         "ratio": ratio,  # best number of coarse steps for a fine one
@@ -2817,8 +2843,9 @@ def play_episodes(model, levels, args, generator):
     with closing(make_pool(args, model, seeds, args.num_workers, levels, EVAL_CHUNK)) as pool:
         starts = None
         for number in range(ROUNDS):
-            pool.call("start", shift=int(number % repeats == 0))  # so often from the same seeds
-            repeated = starts if number % repeats else None
+            first = number % repeats == 0  # the first one from these seeds
+            pool.call("start", shift=int(first))
+            repeated = None if first else starts
             starts = checked_starts(pool, levels, repeated, warn=number == 0)
             buffer, unfinished = play_round(model, pool, members, args, generator)
             results.append(results_of_round(model, buffer, levels, args))
@@ -2877,7 +2904,9 @@ def play_round(model, pool, members, args, generator):
         chunk["own"] = own_steps(ended, unfinished)
         unfinished = unfinished & ~ended.any(axis=1)
         chunks.append(chunk)
-    buffer = {name: np.concatenate([c[name] for c in chunks], axis=1) for name in chunks[0]}
+    buffer = {}
+    for name in chunks[0]:
+        buffer[name] = np.concatenate([chunk[name] for chunk in chunks], axis=1)
     return buffer, int(unfinished.any(axis=0).sum())
 
 
@@ -3278,10 +3307,10 @@ LENGTHS = {
     "total_timesteps": "global_step",
     "total_cost": "sim_cost",
 }
-# These options may be other ones when a run is resumed or evaluated,
+# These options may be other ones when a run is resumed or evaluated.
 MAY_CHANGE = ["device", "num_workers", "total_timesteps", "num_iterations"]
 MAY_CHANGE += ["eval_every", "eval_episodes", "save_every", "total_cost"]
-# and these too when it is analysed.
+# These may be other ones, too, when it is analysed.
 MAY_ANALYSE = ["num_envs", "num_steps", "levels", "level_costs", "coupling", "seed"]
 # These options are not kept in config.json.
 NOT_KEPT = ["resume", "eval", "sample", "video", "export_onnx", "quiet", "analyse"]
@@ -3410,7 +3439,8 @@ def set_defaults_of_case(parser, given):
     levels, _, pair, pair_steps = DEFAULTS.get(given.env, ([], 0.0, [], []))
     schedule = "together" if len(given.levels) == 1 else "climb"
     parser.set_defaults(levels=levels, schedule=schedule)
-    parser.set_defaults(init_log_std=-2.9 if given.env in CASES else 0.0)
+    if given.env in CASES:
+        parser.set_defaults(init_log_std=-2.9)
     if given.schedule == "together" and len(given.levels) != 1 and given.analyse is None:
         num_steps = [100, "auto"] if given.levels else pair_steps
         parser.set_defaults(levels=pair, num_steps=num_steps)
@@ -3476,7 +3506,8 @@ def check_num_steps(parser, args):
     L = len(args.levels)
     paired = is_paired(args)
     rest = args.num_steps[1:]
-    if rest == (["auto"] if paired else []):  # 'T auto', or one T for all levels
+    is_short_form = rest == ["auto"] if paired else rest == []  # 'T auto', or one T for all
+    if is_short_form:
         args.num_steps = args.num_steps[:1] + args.num_steps[-1:] * (L - 1)
     may_be_auto = args.num_steps[1:] if paired else []
     fixed = args.num_steps[: L - len(may_be_auto)]
@@ -3487,7 +3518,8 @@ def check_num_steps(parser, args):
         if T != "auto":
             finer = paired and level > 0
             rows = args.num_envs * T
-            check_rows(parser, args, rows, "finer rows" if finer else "rows")
+            what = "finer rows" if finer else "rows"
+            check_rows(parser, args, rows, what)
             if not finer:
                 check_normalised(parser, args, rows)
 
