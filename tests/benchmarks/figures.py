@@ -128,7 +128,7 @@ def pictures():
     import ppo_atari
 
     args = ppo_atari.parse_args(["--env", "Breakout"])
-    arrays = {"obs": np.zeros((1, 84, 84, 4), np.uint8)}
+    arrays = {"obs": np.zeros((1, 84, 84, 4), np.uint8), "ended": np.zeros(1, bool)}
     game = ppo_atari.Game(args, 0, 1, arrays, render_mode="rgb_array")
     with closing(game):
         game.reset(seed=1)
@@ -156,14 +156,14 @@ def reservoir():
         ml.train(ml.parse_args(["--env", "ResSim-v1", *where]))
     args = ml.parse_args(["--eval", str(ROOT / "runs/reservoir")])
     model = ml.make_model(args)
-    model.load_state_dict(ml.load_checkpoint(args.eval)["model"])
+    model.load_state_dict(ml.Checkpoint(args.eval).read()["model"])
     figure, axes = plt.subplots(1, 4, figsize=(13, 3.7))
     for ax, level in zip(axes[1:], (1, 3, len(ml.CASES[args.env].grids))):
         env, total, over = ml.make_env(args.env, level, evaluation=True), 0.0, False
         obs, _ = env.reset(seed=0, options={"field": 0})
         while not over:
             action, _ = model.policy(torch.as_tensor(obs)[None])
-            action = ml.to_env(action.detach().numpy(), env.action_space)[0]
+            action = ml.to_env(action.numpy(), env.action_space)[0]
             obs, reward, over, *_ = env.step(action)
             total += reward
         ax.imshow(env.unwrapped.render())

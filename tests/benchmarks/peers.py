@@ -83,7 +83,7 @@ def ours(env, ent_coef, rows, weights):
         args = ppo.parse_args([*options.split(), "--log-dir", folder])
     model = ppo.make_model(args)
     model.load_state_dict(weights)
-    optimizer = ppo.make_optimizer(model)
+    optimizer = ppo.make_optimizer(model, args)
     for group in optimizer.param_groups:
         group["lr"] = LR
     buffer = {

@@ -52,15 +52,15 @@ def profile(script, options):
     module, spent, marks = __import__(script), Counter(), []
     call, log, fast_act = module.WorkerPool.call, module.Run.log, getattr(module, "fast_act", None)
 
-    def count(run, row, *tags):
-        log(run, row, *tags)
+    def count(run, row):
+        log(run, row)
         if run.iteration == 1:
             spent.clear()
             marks.append(time.perf_counter())
 
     if fast_act:
         module.fast_act = lambda model: timed(fast_act(model), "policy", spent)
-    else:  # the games are played with the policy, in one call
+    else:
         module.Model.act = timed(module.Model.act, "policy", spent)
     module.WorkerPool.call = timed(call, "games", spent)
     module.update = timed(module.update, "update", spent)
@@ -70,8 +70,7 @@ def profile(script, options):
         run = module.train(module.parse_args([*words, "--num-workers", "0"]))
         seconds = time.perf_counter() - marks[0]
     steps = run.history[-1]["global_step"] * (1 - 1 / run.iteration)
-    if not fast_act:
-        spent["games"] -= spent["policy"]
+    spent["games"] -= spent["policy"]  # the policy acts within the call that plays the games
     return spent | {"other": seconds - sum(spent.values())}, steps, seconds
 
 

@@ -22,6 +22,7 @@ class Multigrid(ml.Climb):
     Evaluations are played from the starts of a climb's checks, and charged."""
 
     EVALUATIONS, TOLERANCE = 25, 0.002
+    SAVED = ["level", "refit", "seen"]
 
     def __init__(self, args):
         super().__init__(args)
@@ -31,13 +32,13 @@ class Multigrid(ml.Climb):
         """Return what is logged at first."""
         return {"level": self.args.levels[0]}
 
-    def review(self, run, batches):
+    def review(self, run, own, partners):
         """Evaluate on the level; go to the next one if nothing changes any more."""
         args, level = self.args, self.level
-        seeds = ml.CHECK_SEED + np.arange(args.check_episodes)[np.newaxis]
-        pool = ml.make_pool(args, run.model, seeds, 0, [args.levels[level]], validation=True)
+        seeds = ml.CHECK_SEED + np.arange(args.check_episodes)
+        name = args.levels[level]
+        pool = ml.one_level_pool(args, run.model, seeds, 0, name, validation=True)
         with ml.closing(pool):
-            pool.arrays = ml.members(pool.arrays)[0]
             mean = float(ml.evaluate(run.model, pool)[0].mean())
             steps = pool.arrays["steps"].sum()
         run.counters["sim_cost"] += float(steps) * args.level_costs[level] / args.level_costs[-2]
@@ -71,11 +72,11 @@ class Pairs(ml.Climb):
             plan = pair._replace(levels=[self.level - 1, self.level], refit=plan.refit)
         return plan
 
-    def review(self, run, batches):
+    def review(self, run, own, partners):
         """Measure the pairs, then do as a climb does."""
         if self.level:
-            self.rungs[self.level].review(run, batches)
-        return super().review(run, batches)
+            self.rungs[self.level].review(run, own, partners)
+        return super().review(run, own, partners)
 
     def seconds(self, level):
         """Return what an iteration on a level index takes."""
@@ -87,13 +88,10 @@ class Pairs(ml.Climb):
 
 
 def rollout_of_pairs(real, rule, model, pool, level, T, args, generator):
-    """As the real `rollout`, but partners of a pair's lower level are not used, nor charged."""
-    schedule, before = "together" if level == rule.level else "climb", pool.arrays["steps"].copy()
+    """As the real `rollout`, but a pair's lower level has no partners."""
+    schedule = "together" if level == rule.level else "climb"
     args = argparse.Namespace(**vars(args) | {"schedule": schedule})
-    result = real(model, pool, level, T, args, generator)
-    if 0 < level < rule.level:
-        pool.arrays["steps"][2 * level - 1] = before[2 * level - 1]
-    return result
+    return real(model, pool, level, T, args, generator)
 
 
 def main():
@@ -109,7 +107,8 @@ def main():
 
         def make_pairs(args, model, seeds, *rest, **options):
             paired = argparse.Namespace(**vars(args) | {"schedule": "together"})
-            return make_pool(paired if len(seeds) > 1 else args, model, seeds, *rest, **options)
+            several_levels = seeds.shape[1] > 1
+            return make_pool(paired if several_levels else args, model, seeds, *rest, **options)
 
         ml.make_pool = make_pairs
     ml.train(args, rule)
