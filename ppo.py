@@ -1865,11 +1865,12 @@ def evaluate(model, pool, generator=None, run=None):
     arrays = pool.arrays
     sample = generator is not None
     pool.call("start")
-    for _ in range(EVAL_STEPS // EVAL_CHUNK):
+    for done in range(0, EVAL_STEPS, EVAL_CHUNK):
         if sample:
             noise = model.head.noise(EVAL_CHUNK * len(arrays["obs"]), generator)
             pool.buffer["noise"][:] = noise.view(pool.buffer["noise"].shape)
-        pool.play(model, EVAL_CHUNK, sample=sample, first_episodes=True)
+        num_steps = min(EVAL_CHUNK, EVAL_STEPS - done)
+        pool.play(model, num_steps, sample=sample, first_episodes=True)
         if arrays["finished"].all() or (run and run.signal):
             break
 

@@ -2508,11 +2508,12 @@ def evaluate(model, pool, generator=None, run=None):
     arrays = pool.arrays
     sample = generator is not None
     pool.call("start")
-    for _ in range(EVAL_STEPS // EVAL_CHUNK):
+    for done in range(0, EVAL_STEPS, EVAL_CHUNK):
         if sample:
             noise = model.head.noise(EVAL_CHUNK * len(arrays["obs"]), generator)
             pool.buffer["noise"][:] = noise.view(pool.buffer["noise"].shape)
-        pool.play(model, EVAL_CHUNK, sample=sample, first_episodes=True)
+        num_steps = min(EVAL_CHUNK, EVAL_STEPS - done)
+        pool.play(model, num_steps, sample=sample, first_episodes=True)
         if arrays["finished"].all() or (run and run.signal):
             break
 
@@ -2942,355 +2943,773 @@ def results_of_round(model, buffer, levels, args):
 
 
 # ------------------------------------------------------------------------------------ reservoirs
-# Shapes: n reservoirs stepped together, (ny, nx) cells, axis 0 = y, axis 1 = x; K fields.
-# Units:  m, days, Pa; permeability k in m², viscosity μ in Pa s; per metre of reservoir thickness,
-#         so rates q and fluxes v are m²/day and volumes are m².
+# Shapes: n reservoirs are stepped together. A grid has (ny, nx) cells: axis 0 is y, axis 1 x.
+#         It has (faces,) faces between neighbouring cells. A set has K permeability fields.
+# Units:  m, days, Pa. Permeability k is in m², viscosity μ in Pa s. Everything is per metre of
+#         the reservoir's thickness: rates and fluxes are in m²/day, volumes in m².
 
-FOOT, DAY, MILLIDARCY = 0.3048, 86400.0, 9.869233e-16  # m, s, m²
+FOOT = 0.3048  # m
+DAY = 86400.0  # s
+MILLIDARCY = 9.869233e-16  # m²
 
 
 class Case(NamedTuple):
     """A reservoir and its operation: everything that does not depend on the level."""
 
-    grids: tuple  # (ny, nx) of the levels, coarse to fine; the last one is the policy's grid
-    lx: float  # size of the domain [m]
-    ly: float
-    injectors: tuple  # ((rows), (columns)) of the wells on the policy's grid
-    producers: tuple
-    fields: object  # function (case, n, seed): n permeability fields (n, ny, nx) [m²] on this grid
-    dt: float  # one backward Euler step [days]
-    pore_volumes: float  # injected in an episode of control_steps · substeps · dt days
+    # The levels have these grids, coarse to fine. The last one is the policy's grid.
+    grids: tuple  # (ny, nx) each
+
+    # The domain is a rectangle.
+    lx: float  # m
+    ly: float  # m
+
+    # Wells are cells of the policy's grid.
+    injectors: tuple  # (rows, columns)
+    producers: tuple  # (rows, columns)
+
+    # The function fields(case, n, seed) draws n permeability fields on the policy's grid. It
+    # returns an array (n, ny, nx) in m².
+    fields: object
+
+    # A control step has `substeps` backward Euler steps of `dt` days. An episode has
+    # `control_steps` control steps and injects `pore_volumes` times the volume of all pores.
+    dt: float  # days
+    pore_volumes: float
     substeps: int = 5
     control_steps: int = 5
+
+    # Porosity is the share of the volume that fluids can fill.
     porosity: float = 0.2
-    mu_w: float = 3e-4  # viscosity of water and of oil [Pa s]
-    mu_o: float = 3e-4
-    s_wir: float = 0.0  # saturations that cannot be displaced: water, oil
+
+    # Water and oil have these viscosities.
+    mu_w: float = 3e-4  # Pa s
+    mu_o: float = 3e-4  # Pa s
+
+    # These saturations of water and of oil cannot be displaced.
+    s_wir: float = 0.0
     s_oir: float = 0.0
-    mobility: str = "linear"  # or "quadratic": relative permeability S or S²
+
+    # Relative permeability is S if "linear", S² if "quadratic".
+    mobility: str = "linear"
+
+    # Each of the three sets (training, evaluation, validation) has this many fields.
     n_fields: int = 16
 
-    # Total mobility λ does not depend on the saturation, and f(S) = S
-    linear = property(lambda case: case.mobility == "linear" and case.mu_w == case.mu_o)
+    @property
+    def linear(self):
+        """Whether total mobility λ is the same at all saturations and f(S) = S."""
+        return self.mobility == "linear" and self.mu_w == self.mu_o
+
+    @property
+    def movable(self):
+        """Share of the pore volume in which water and oil can displace each other."""
+        return 1 - self.s_wir - self.s_oir
 
     @property
     def rate(self):
         """What all injectors together inject, and all producers produce [m²/day]."""
-        injected = self.pore_volumes * (self.lx * self.ly * self.porosity)  # [m²]
-        return injected / (self.control_steps * self.substeps * self.dt)
+        pores = self.lx * self.ly * self.porosity  # m²
+        days = self.control_steps * self.substeps * self.dt
+        return self.pore_volumes * pores / days
 
 
 def channel_fields(case, n, seed):
-    """Straight channels, log k (millidarcy) 5.5 in -2, from the left to the right edge, in m²."""
-    (ny, nx), rng = case.grids[-1], np.random.default_rng(seed)
-    x, y = (np.arange(nx) + 0.5) / nx, (np.arange(ny)[:, None] + 0.5) / ny
-    # Width w ~ U(0.1, 0.3) of ly; its lower side starts and ends at heights ~ U(0, ly - w).
+    """Draw fields with one straight channel from the left to the right edge.
+
+    Log k (k in millidarcy) is 5.5 in the channel and -2 elsewhere. Returns k (n, ny, nx) in m².
+    """
+    ny, nx = case.grids[-1]
+    rng = np.random.default_rng(seed)
+    x = (np.arange(nx) + 0.5) / nx  # (nx,)
+    y = (np.arange(ny)[:, None] + 0.5) / ny  # (ny, 1)
+
+    # Lengths are shares of ly. The channel's width is w ~ U(0.1, 0.3), and the heights at which
+    # its lower side starts and ends are ~ U(0, 1 - w).
     width, left, right = rng.random((3, n, 1, 1))
     width = 0.1 + 0.2 * width
-    above = y - (1 - width) * (left + (right - left) * x)  # (n, ny, nx) height above the lower side
-    return MILLIDARCY * np.exp(np.where((above >= 0) & (above <= width), 5.5, -2.0))
+    lower_side = (1 - width) * (left + (right - left) * x)  # (n, 1, nx)
+
+    height = y - lower_side  # (n, ny, nx)
+    inside = (height >= 0) & (height <= width)
+    return MILLIDARCY * np.exp(np.where(inside, 5.5, -2.0))
 
 
-def gaussian_fields(case, n, seed, mean=2.41, variance=5.0, lengths=(1.0, 0.1), angle=math.pi / 8):
-    """Gaussian log k (millidarcy), known to be `mean` at the wells, in m²."""
-    (ny, nx), rng = case.grids[-1], np.random.default_rng(seed)
-    dy, dx, cos, sin = case.ly / ny, case.lx / nx, math.cos(angle), math.sin(angle)
+def gaussian_fields(
+    case,
+    n,
+    seed,
+    mean=2.41,
+    variance=5.0,
+    lengths=(1.0, 0.1),
+    angle=math.pi / 8,
+):
+    """Draw Gaussian random fields of log k (k in millidarcy), known to be `mean` at the wells.
 
-    # C(h) = variance · exp(-|h'|), h' = h rotated by angle [rad, x to -y], divided by lengths · lx
+    `angle` [rad] turns the main direction from x towards -y. The correlation lengths along and
+    across it are `lengths` times lx. Returns k (n, ny, nx) in m².
+    """
+    ny, nx = case.grids[-1]
+    dy = case.ly / ny
+    dx = case.lx / nx
+    cos = math.cos(angle)
+    sin = math.sin(angle)
+
+    # C(h) = variance · exp(-|h'|), where h' is h turned by `angle` and divided by lengths · lx.
     def covariance(hy, hx):
-        along, across = cos * hx - sin * hy, cos * hy + sin * hx
+        along = cos * hx - sin * hy
+        across = cos * hy + sin * hx
         return variance * np.exp(-np.hypot(along / lengths[0], across / lengths[1]) / case.lx)
 
-    # Drawn on a periodic grid by FFT (circulant embedding, Dietrich & Newsam 1997), whose period is
-    # the domain + 8 longest lengths: C is within 0.4 % of the wanted one (5 lengths: 2 %).
-    pad, z = 8 * max(lengths) * case.lx, []
-    my, mx = math.ceil((case.ly + pad) / dy), math.ceil((case.lx + pad) / dx)
-    hy, hx = np.fft.fftfreq(my, 1 / my) * dy, np.fft.fftfreq(mx, 1 / mx) * dx
-    eigenvalues = np.fft.fft2(covariance(hy[:, None], hx)).real.clip(min=0)  # (my, mx)
-    for _ in range(0, n, 2):  # real and imaginary part are two independent fields
-        a, b = rng.standard_normal((2, my, mx))
-        both = np.fft.fft2(np.sqrt(eigenvalues / eigenvalues.size) * (a + 1j * b))[:ny, :nx]
-        z += [both.real.copy(), both.imag.copy()]
-    z = np.array(z[:n])  # (n, ny, nx)
-    # Simple kriging: z(x) ← z(x) - C(x, wells) C(wells, wells)⁻¹ z(wells), which is 0 at the wells.
+    # The fields are drawn on a periodic grid. Its period is the domain plus 8 times the longest
+    # correlation length. Their covariance is then within 0.4 % of C; 5 times would give 2 %.
+    pad = 8 * max(lengths) * case.lx
+    my = math.ceil((case.ly + pad) / dy)
+    mx = math.ceil((case.lx + pad) / dx)
+    hy = np.fft.fftfreq(my, 1 / my) * dy  # (my,)
+    hx = np.fft.fftfreq(mx, 1 / mx) * dx  # (mx,)
+    rng = np.random.default_rng(seed)
+    z = draw_stationary_fields(covariance(hy[:, None], hx), (n, ny, nx), rng)
+
+    # Simple kriging: z(x) ← z(x) - C(x, wells) C(wells, wells)⁻¹ z(wells) is 0 at the wells.
     rows, cols = np.concatenate([case.injectors, case.producers], axis=1)
-    y, x = np.arange(ny) * dy, np.arange(nx) * dx
+    y = np.arange(ny) * dy
+    x = np.arange(nx) * dx
     c = covariance(y[:, None, None] - y[rows], x[:, None] - x[cols])  # (ny, nx, wells)
-    z -= np.einsum("yxw,wn->nyx", c, np.linalg.solve(c[rows, cols], z[:, rows, cols].T))
+    solution = np.linalg.solve(c[rows, cols], z[:, rows, cols].T)  # (wells, n)
+    z -= np.einsum("yxw,wn->nyx", c, solution)
     return MILLIDARCY * np.exp(mean + z)
 
 
+def draw_stationary_fields(covariance, shape, rng):
+    """Draw Gaussian random fields of mean 0 and of `shape` (n, ny, nx), by FFT.
+
+    They are corners of fields on a larger, periodic grid (my, mx). `covariance` (my, mx) is the
+    one between this grid's first cell and each cell. Source: circulant embedding, Dietrich &
+    Newsam 1997.
+    """
+    n, ny, nx = shape
+    eigenvalues = np.fft.fft2(covariance).real.clip(min=0)  # (my, mx)
+    scale = np.sqrt(eigenvalues / eigenvalues.size)
+
+    # Real and imaginary part are two independent fields. If n is odd, the last one is not used.
+    fields = np.empty((n + n % 2, ny, nx))
+    for i in range(0, n, 2):
+        a, b = rng.standard_normal((2, *covariance.shape))
+        both = np.fft.fft2(scale * (a + 1j * b))[:ny, :nx]
+        fields[i] = both.real
+        fields[i + 1] = both.imag
+    return fields[:n]
+
+
 def streak_fields(case, n, seed, width=1):
-    """Thief zones, `width` cells wide: log k (millidarcy) N(3, 0.3²), streaks of 8; in m²."""
-    (ny, nx), rng = case.grids[-1], np.random.default_rng(seed)
+    """Draw fields with two or three thief zones, `width` cells wide, from left to right.
+
+    Log k (k in millidarcy) is 8 in the zones and ~ N(3, 0.3²) elsewhere. Returns k (n, ny, nx)
+    in m².
+    """
+    ny, nx = case.grids[-1]
+    rng = np.random.default_rng(seed)
     log_k = rng.normal(3.0, 0.3, (n, ny, nx))
     for field in log_k:
-        for _ in range(rng.integers(2, 4)):  # from a random row to a random row
-            rows = np.rint(np.linspace(*rng.integers(ny, size=2), nx)).astype(int)
-            rows = rows.clip(max=ny - width)
-            for col, ends in enumerate(zip([rows[0], *rows], rows)):  # from the previous one's
-                field[min(ends) : max(ends) + width, col] = 8.0
+        for _ in range(rng.integers(2, 4)):
+            left, right = rng.integers(ny, size=2)
+            draw_streak(field, left, right, width)
     return MILLIDARCY * np.exp(log_k)
 
 
-def _built_in_cases():
-    grids, size = tuple((m, m) for m in (8, 16, 32, 64, 128)), (1200 * FOOT, 1200 * FOOT)
-    rows, left, right = tuple(range(2, 128, 4)), (0,) * 32, (127,) * 32
-    v1 = Case(grids, *size, (rows, left), (rows, right), channel_fields, dt=5.0, pore_volumes=0.7)
-    wells = (tuple(range(1, 64, 2)), left), (tuple(range(1, 64, 2)), (63,) * 32)
-    v3 = Case(grids[:4], *size, *wells, streak_fields, dt=5.0, pore_volumes=0.7)
-    v4 = v3._replace(fields=functools.partial(streak_fields, width=3))
-    grids, size = ((27, 9), (57, 19), (111, 37), (219, 73)), (620 * FOOT, 1820 * FOOT)
-    rows = tuple(range(1, 219, 36))  # injectors in the middle column, producers on both edges
-    wells = (rows, (36,) * 7), (tuple(sorted(2 * rows)), (0, 72) * 7)
-    v2 = Case(grids, *size, *wells, gaussian_fields, dt=1.0, pore_volumes=1.0)
-    return {"ResSim-v1": v1, "ResSim-v2": v2, "ResSim-v3": v3, "ResSim-v4": v4}
+def draw_streak(log_k, left, right, width):
+    """Set log_k (ny, nx) to 8 on a line from row `left` to row `right`, in place."""
+    ny, nx = log_k.shape
+    rows = np.rint(np.linspace(left, right, nx)).astype(int).clip(max=ny - width)
+
+    # A streak has no gaps: in each column it reaches from the previous column's row to its own.
+    previous = np.concatenate([rows[:1], rows[:-1]])
+    first = np.minimum(rows, previous)
+    last = np.maximum(rows, previous) + width
+    for column in range(nx):
+        log_k[first[column] : last[column], column] = 8.0
 
 
-CASES = _built_in_cases()
+def wells_in_column(rows, column):
+    """Return wells in these rows of one column, in the form of `Case.injectors`."""
+    return tuple(rows), tuple(column for _ in rows)
+
+
+CASES = {
+    # Water flows from the left to the right edge through a channel.
+    "ResSim-v1": Case(
+        grids=((8, 8), (16, 16), (32, 32), (64, 64), (128, 128)),
+        lx=1200 * FOOT,
+        ly=1200 * FOOT,
+        injectors=wells_in_column(range(2, 128, 4), 0),
+        producers=wells_in_column(range(2, 128, 4), 127),
+        fields=channel_fields,
+        dt=5.0,
+        pore_volumes=0.7,
+    ),
+    # Injectors stand in the middle column, producers at both edges.
+    "ResSim-v2": Case(
+        grids=((27, 9), (57, 19), (111, 37), (219, 73)),
+        lx=620 * FOOT,
+        ly=1820 * FOOT,
+        injectors=wells_in_column(range(1, 219, 36), 36),
+        producers=(
+            (1, 1, 37, 37, 73, 73, 109, 109, 145, 145, 181, 181, 217, 217),
+            (0, 72, 0, 72, 0, 72, 0, 72, 0, 72, 0, 72, 0, 72),
+        ),
+        fields=gaussian_fields,
+        dt=1.0,
+        pore_volumes=1.0,
+    ),
+    # Water flows from the left to the right edge, fastest in thief zones one cell wide.
+    "ResSim-v3": Case(
+        grids=((8, 8), (16, 16), (32, 32), (64, 64)),
+        lx=1200 * FOOT,
+        ly=1200 * FOOT,
+        injectors=wells_in_column(range(1, 64, 2), 0),
+        producers=wells_in_column(range(1, 64, 2), 63),
+        fields=streak_fields,
+        dt=5.0,
+        pore_volumes=0.7,
+    ),
+    # This is ResSim-v3 with thief zones three cells wide.
+    "ResSim-v4": Case(
+        grids=((8, 8), (16, 16), (32, 32), (64, 64)),
+        lx=1200 * FOOT,
+        ly=1200 * FOOT,
+        injectors=wells_in_column(range(1, 64, 2), 0),
+        producers=wells_in_column(range(1, 64, 2), 63),
+        fields=functools.partial(streak_fields, width=3),
+        dt=5.0,
+        pore_volumes=0.7,
+    ),
+}
 
 
 def partition(n, parts):
-    """Edges (parts + 1,) of n cells cut into parts; the first n mod parts get one cell more."""
+    """Cut n cells into `parts` parts and return their edges (parts + 1,).
+
+    The first n mod parts of them have one cell more than the others.
+    """
     i = np.arange(parts + 1)
     return i * (n // parts) + np.minimum(i, n % parts)
 
 
 def coarsen(x, shape):
-    """x (..., ny, nx) on a coarser grid `shape`: the means over the cells in a cell."""
-    rows, cols = partition(x.shape[-2], shape[0]), partition(x.shape[-1], shape[1])
-    sums = np.add.reduceat(np.add.reduceat(x, rows[:-1], axis=-2), cols[:-1], axis=-1)
+    """Return x (..., ny, nx) on a coarser grid `shape`: the means over the cells in a cell."""
+    rows = partition(x.shape[-2], shape[0])
+    cols = partition(x.shape[-1], shape[1])
+    sums = np.add.reduceat(x, rows[:-1], axis=-2)
+    sums = np.add.reduceat(sums, cols[:-1], axis=-1)
     return sums / (np.diff(rows)[:, None] * np.diff(cols))
 
 
 def refine(x, shape):
-    """x (..., ny, nx) on a finer grid `shape`: every cell is repeated over the cells in it."""
-    rows = np.diff(partition(shape[0], x.shape[-2]))
-    return x.repeat(rows, axis=-2).repeat(np.diff(partition(shape[1], x.shape[-1])), axis=-1)
+    """Return x (..., ny, nx) on a finer grid `shape`: copies of a cell for all cells in it."""
+    heights = np.diff(partition(shape[0], x.shape[-2]))
+    widths = np.diff(partition(shape[1], x.shape[-1]))
+    return x.repeat(heights, axis=-2).repeat(widths, axis=-1)
+
+
+def effective_saturation(s, case):
+    """Return S = (s - s_wir) / (1 - s_wir - s_oir), water's share of the movable fluid."""
+    return (s - case.s_wir) / case.movable
+
+
+def saturation(effective, case):
+    """Return water saturation s at effective saturation S, the inverse function."""
+    return case.s_wir + case.movable * effective
 
 
 def mobility(s, case):
-    """Total mobility λ [1/(Pa s)], water's share f of the flow and df/ds at saturations s."""
-    movable, m = 1 - case.s_wir - case.s_oir, 1 if case.mobility == "linear" else 2
-    # S = (s - s_wir) / (1 - s_wir - s_oir), λ_w = Sᵐ/μ_w, λ_o = (1 - S)ᵐ/μ_o, m = 1 or 2
-    big_s = (s - case.s_wir) / movable
-    water, oil = big_s**m / case.mu_w, (1 - big_s) ** m / case.mu_o
-    d_water, d_oil = m * big_s ** (m - 1) / case.mu_w, -m * (1 - big_s) ** (m - 1) / case.mu_o
+    """Compute total mobility and fractional flow at water saturations s, of any shape.
+
+    Returns three arrays of this shape: total mobility λ [1/(Pa s)], water's fractional flow f
+    (its share of the flow), and df/ds.
+    """
+    effective = effective_saturation(s, case)
+    m = 1 if case.mobility == "linear" else 2
+
+    # λ_w = Sᵐ / μ_w, λ_o = (1 - S)ᵐ / μ_o, and their derivatives by S
+    water = effective**m / case.mu_w
+    oil = (1 - effective) ** m / case.mu_o
+    d_water = m * effective ** (m - 1) / case.mu_w
+    d_oil = -m * (1 - effective) ** (m - 1) / case.mu_o
+
     # λ = λ_w + λ_o, f = λ_w / λ, df/ds = (λ_w' λ_o - λ_w λ_o') / λ² · dS/ds
     total = water + oil
-    return total, water / total, (d_water * oil - water * d_oil) / (total**2 * movable)
+    fraction = water / total
+    d_fraction = (d_water * oil - water * d_oil) / (total**2 * case.movable)
+    return total, fraction, d_fraction
+
+
+class TransportEquations(NamedTuple):
+    """The equations of one backward Euler step: storage (S⁺ - S) + flow f(S⁺) = source.
+
+    S and S⁺ are the effective saturations before and after the step, f is water's fractional
+    flow. The C cells of all n reservoirs have one equation each. They are sorted by falling
+    pressure, which makes the sparse matrix `flow` lower triangular. Its first C entries are its
+    diagonal.
+    """
+
+    storage: np.ndarray  # (C,) m²/day
+    source: np.ndarray  # (C,) m²/day
+    flow: np.ndarray  # (entries,) m²/day
+    rows: np.ndarray  # (entries,)
+    cols: np.ndarray  # (entries,)
+
+
+def transport(s, p, transmissibility, q, grid):
+    """Move the water for one control step: `case.substeps` backward Euler steps.
+
+    Takes saturations s, pressures p [Pa] and rates q [m²/day], all (n, ny, nx), and
+    transmissibilities (n, faces) [m²/(Pa day)]. Pressures and rates are constant during the
+    steps. Returns the saturations (n, ny, nx) after them.
+
+    Raises RuntimeError if Newton's method does not converge.
+    """
+    case = grid.case
+    n = len(s)
+
+    # Fluid flows to cells of lower pressure. When the cells are sorted by falling pressure, it
+    # flows to later cells only: all matrices are lower triangular, and easy to solve.
+    order, rank = order_by_pressure(p)
+    q = q.ravel()[order]
+    flow, rows, cols = upwind_matrix(p, transmissibility, q, rank, grid)
+    source = np.maximum(q, 0)
+    storage = np.broadcast_to(grid.pore * case.movable / case.dt, s.shape).ravel()[order]
+    equations = TransportEquations(storage, source, flow, rows, cols)
+
+    effective = effective_saturation(s.ravel()[order], case)
+    if case.linear:
+        effective = linear_steps(effective, equations, case.substeps)
+    else:
+        effective = newton_steps(effective, equations, n, case)
+    return saturation(effective[rank], case).reshape(s.shape)
+
+
+def order_by_pressure(p):
+    """Sort the cells of each reservoir by falling pressure p (n, ny, nx).
+
+    Returns the cells in this order (C,), one reservoir after the other, and the rank of each
+    cell in it (n, ny · nx). Both count the cells of all reservoirs together, from 0 to C - 1.
+    """
+    n = len(p)
+    first_cells = np.arange(0, p.size, p.size // n, dtype=np.int32)[:, None]  # (n, 1)
+    order = (np.argsort(-p.reshape(n, -1)) + first_cells).ravel()
+    rank = np.empty(p.size, dtype=np.int32)
+    rank[order] = np.arange(p.size, dtype=np.int32)
+    return order, rank.reshape(n, -1)
+
+
+def upwind_matrix(p, transmissibility, q, rank, grid):
+    """Assemble the matrix `flow` of `TransportEquations` by the upwind scheme.
+
+    Only the rates q (C,) are sorted by falling pressure; p (n, ny, nx), transmissibilities
+    (n, faces) and rank (n, ny · nx) are not. Returns the entries, their rows and their columns.
+    """
+    # Fluid flows through a face from the upstream to the downstream cell.
+    p = p.reshape(len(p), -1)
+    flux = (transmissibility * np.abs(p[:, grid.a] - p[:, grid.b])).ravel()  # m²/day
+    rank_a = rank[:, grid.a].ravel()
+    rank_b = rank[:, grid.b].ravel()
+    upstream = np.minimum(rank_a, rank_b)
+    downstream = np.maximum(rank_a, rank_b)
+
+    # The diagonal holds what leaves a cell, to its neighbours and through its producers. Each
+    # other entry is what flows from the upstream cell (column) to the downstream cell (row).
+    leaving = np.bincount(upstream, flux, q.size) - np.minimum(q, 0)
+    diagonal = np.arange(q.size, dtype=np.int32)
+    entries = np.concatenate([leaving, -flux])
+    rows = np.concatenate([diagonal, downstream])
+    cols = np.concatenate([diagonal, upstream])
+    return entries, rows, cols
+
+
+def linear_steps(effective, equations, substeps):
+    """Return S (C,) after all backward Euler steps, starting from `effective`, if f(S) = S.
+
+    All steps solve (storage + flow) S⁺ = storage S + source, with the same matrix.
+    """
+    matrix = equations.flow.copy()
+    matrix[: effective.size] += equations.storage
+    lu = factor_lower(matrix, equations.rows, equations.cols)
+    for _ in range(substeps):
+        effective = lu.solve(equations.storage * effective + equations.source)
+    return effective
+
+
+def newton_steps(effective, equations, n, case):
+    """Return S (C,) after all backward Euler steps, starting from `effective`, for any f."""
+    # f is steepest at its inflection point.
+    effective_grid = np.linspace(0, 1, 2001)
+    _, _, slope = mobility(saturation(effective_grid, case), case)
+    inflection = effective_grid[slope.argmax()]
+
+    for _ in range(case.substeps):
+        effective = newton_step(effective, equations, inflection, n, case)
+    return effective
+
+
+def newton_step(old, equations, inflection, n, case):
+    """Solve `equations` for S⁺ (C,), given S = `old` (C,), by Newton's method.
+
+    An iteration that would cross the inflection point of f stops there, and this makes the
+    method converge. Source: Jenny, Tchelepi & Lee 2009, J. Comput. Phys. 228.
+
+    Raises RuntimeError after 200 iterations.
+    """
+    storage, source, flow, rows, cols = equations
+    leaving = flow[: old.size]
+
+    effective = old
+    for _ in range(200):
+        _, fraction, slope = mobility(saturation(effective, case), case)
+        outflow = np.bincount(rows, flow * fraction[cols])
+        residual = storage * (effective - old) + outflow - source
+        error = np.abs(residual / (storage + leaving)).reshape(n, -1).max(axis=1)  # (n,)
+        converged = error < 1e-12
+        if converged.all():
+            return effective
+
+        # The Jacobian is storage + flow df/dS.
+        jacobian = flow * (slope * case.movable)[cols]
+        jacobian[: old.size] += storage
+        new = effective - factor_lower(jacobian, rows, cols).solve(residual)
+
+        # Rounding errors of the fluxes need some room below 0 and above 1.
+        new = new.clip(-1e-6, 1 + 1e-6)
+        new[(effective - inflection) * (new - inflection) < 0] = inflection
+
+        # A converged reservoir keeps its solution: its result must not depend on the others.
+        effective = np.where(np.repeat(converged, old.size // n), effective, new)
+    raise RuntimeError(f"transport: Newton residual {error.max():.1e} after 200 steps")
 
 
 def factor_lower(values, rows, cols):
-    """LU factors of the sparse lower triangular matrix of these entries (none twice)."""
+    """Return LU factors of a sparse lower triangular matrix, given its entries, none twice."""
+    # SciPy would search for entries to sum. The flag tells it that no two have the same place.
     matrix = sparse.coo_array((values, (rows, cols)))
-    matrix.has_canonical_format = True  # nothing to sum, and SuperLU needs no sorted columns:
+    matrix.has_canonical_format = True
     matrix = matrix.tocsc()
-    matrix.has_canonical_format = True  # so do not sort
+
+    # SciPy would sort each column, but SuperLU takes the entries in any order.
+    matrix.has_canonical_format = True
     return splu(matrix, permc_spec="NATURAL", diag_pivot_thresh=0, panel_size=2, relax=1)
 
 
-def transport(s, p, t, q, grid):
-    """Saturations (n, ny, nx) after `case.substeps` backward Euler steps of `case.dt` days in the
-    flow of pressures p, transmissibilities t (n, faces) and rates q."""
-    case, shape, n, size = grid.case, s.shape, len(s), s.size
-    # Ordered by falling pressure, fluid moves to later cells only: matrices are lower triangular.
-    first = np.arange(0, size, size // n, dtype=np.int32)[:, None]  # cell of each reservoir
-    order = (np.argsort(-p.reshape(n, -1)) + first).ravel()
-    index, rank = np.arange(size, dtype=np.int32), np.empty(size, dtype=np.int32)
-    rank[order] = index
-    a, b = rank[(grid.a + first).ravel()], rank[(grid.b + first).ravel()]
-    up, down = np.minimum(a, b), np.maximum(a, b)
-    s, p, q = s.ravel()[order], p.ravel()[order], q.ravel()[order]
-    v = t.ravel() * (p[up] - p[down])  # fluxes [m²/day] through the faces
-    leaving = np.bincount(up, v, size) - np.minimum(q, 0)
-    # The upwind matrix: what leaves the cells on its diagonal, then what flows from `up` to `down`
-    rows, cols = np.concatenate([index, down]), np.concatenate([index, up])
-    flow, source = np.concatenate([leaving, -v]), np.maximum(q, 0)
-    # Every step solves  storage (S⁺ - S) + flow f(S⁺) = source  for S⁺, S = (s - s_wir) / movable.
-    movable = 1 - case.s_wir - case.s_oir
-    big_s = (s - case.s_wir) / movable
-    storage = np.broadcast_to(grid.pore * movable / case.dt, shape).ravel()[order]
-    if case.linear:  # f(S) = S: one matrix for all steps
-        flow[:size] += storage
-        lu = factor_lower(flow, rows, cols)
-        for _ in range(case.substeps):
-            big_s = lu.solve(storage * big_s + source)
-    else:
-        # Where f is steepest: a Newton step across this S stops there, and so Newton converges
-        # (Jenny, Tchelepi & Lee 2009, J. Comput. Phys. 228).
-        grid_s = np.linspace(0, 1, 2001)
-        steepest = grid_s[mobility(case.s_wir + movable * grid_s, case)[2].argmax()]
-        for _ in range(case.substeps):
-            old = big_s
-            for _ in range(200):
-                _, f, df = mobility(case.s_wir + movable * big_s, case)
-                residual = storage * (big_s - old) + np.bincount(rows, flow * f[cols]) - source
-                error = np.abs(residual / (storage + leaving)).reshape(n, -1).max(axis=1)
-                if (error < 1e-12).all():
-                    break
-                jacobian = flow * (df * movable)[cols]
-                jacobian[:size] += storage
-                new = big_s - factor_lower(jacobian, rows, cols).solve(residual)
-                new = new.clip(-1e-6, 1 + 1e-6)  # the fluxes' rounding errors need some room
-                new[(big_s - steepest) * (new - steepest) < 0] = steepest
-                # A reservoir that has converged stays as it is, whatever its neighbours do.
-                big_s = np.where(np.repeat(error < 1e-12, size // n), big_s, new)
-            else:
-                raise RuntimeError(f"transport: Newton residual {error.max():.1e} after 200 steps")
-    return (case.s_wir + movable * big_s[rank]).reshape(shape)
-
-
-@functools.cache  # so that a field's pressure matrix is factored once in a process
+# The cache makes a process factor the pressure matrix of a field only once.
+@functools.cache
 class Grid:
-    """One level of a case, with its permeability fields of a seed, `perm` (K, ny, nx) [m²]."""
+    """One level of a case with the permeability fields of a seed.
+
+    `perm` (K, ny, nx) are the fields [m²] and `pore` is the pore volume of a cell [m²]. Face i
+    lies between the cells a[i] and b[i], indices of a flattened field. Raises ValueError if the
+    case's fields have another shape, or values that are not finite and positive.
+    """
 
     def __init__(self, case, level, seed):
-        self.case, self.level, self.shape = case, level, case.grids[level - 1]
+        self.case = case
+        self.level = level
+        self.shape = case.grids[level - 1]
         ny, nx = self.shape
-        if level == len(case.grids):
-            self.perm = k = np.asarray(case.fields(case, case.n_fields, seed), float)
-            if k.shape[1:] != self.shape or not 0 < k.min() <= k.max() < np.inf:
-                raise ValueError(f"fields must be (K, *{self.shape}), finite, > 0")
-        else:  # harmonic means
-            self.perm = 1 / coarsen(1 / Grid(case, len(case.grids), seed).perm, self.shape)
-        self.pore = case.lx * case.ly * case.porosity / (ny * nx)  # [m²] per cell
-        # Between cells a and b (faces,) there is a face; its length over their distance.
-        cells, ratio = np.arange(ny * nx).reshape(ny, nx), (case.ly / ny) / (case.lx / nx)
+        dy = case.ly / ny
+        dx = case.lx / nx
+        self.pore = case.lx * case.ly * case.porosity / (ny * nx)
+
+        finest = len(case.grids)
+        if level == finest:
+            self.perm = np.asarray(case.fields(case, case.n_fields, seed), float)
+            has_shape = self.perm.shape[1:] == self.shape
+            if not has_shape or not 0 < self.perm.min() <= self.perm.max() < np.inf:
+                raise ValueError(f"fields must be finite, > 0 and of shape (K, {ny}, {nx})")
+        else:
+            # Each cell gets the harmonic mean of its cells on the finest grid.
+            self.perm = 1 / coarsen(1 / Grid(case, finest, seed).perm, self.shape)
+
+        # The faces between neighbours in x come first, then those between neighbours in y.
+        cells = np.arange(ny * nx).reshape(ny, nx)
         self.a = np.concatenate([cells[:, :-1], cells[:-1]], axis=None, dtype=np.int32)
         self.b = np.concatenate([cells[:, 1:], cells[1:]], axis=None, dtype=np.int32)
-        self.ratio = np.repeat([ratio, 1 / ratio], [ny * (nx - 1), (ny - 1) * nx])
-        # Index (..., rows, columns) of the wells' cells; a coarse cell may hold several.
-        cells = refine(cells, case.grids[-1])
-        self.injectors = ..., *np.unravel_index(cells[case.injectors], self.shape)
-        self.producers = ..., *np.unravel_index(cells[case.producers], self.shape)
-        self.factored = {}  # field -> LU factors, transmissibilities
+        faces_x = ny * (nx - 1)
+        faces_y = (ny - 1) * nx
+
+        # The flow through a face depends on its length over the distance of the cells' centres.
+        ratio = dy / dx
+        self.length_over_distance = np.repeat([ratio, 1 / ratio], [faces_x, faces_y])
+
+        # A coarse cell may hold several wells.
+        self.injectors = self.well_index(case.injectors)
+        self.producers = self.well_index(case.producers)
+
+        self.factored = {}  # field -> (LU factors, transmissibilities)
+
+    def well_index(self, wells):
+        """Return the index (..., rows, columns) of the cells that hold these wells."""
+        ny, nx = self.shape
+        cells = np.arange(ny * nx).reshape(ny, nx)
+        cells_on_policy_grid = refine(cells, self.case.grids[-1])
+        rows, cols = np.unravel_index(cells_on_policy_grid[wells], self.shape)
+        return ..., rows, cols
 
     def solve_pressure(self, field, s, q):
-        """Pressure p [Pa] (ny, nx) with div(-k λ(s) grad p) = q; transmissibilities (faces,)."""
-        case, a, b = self.case, self.a, self.b
-        if field not in self.factored or not case.linear:
-            # λ of a linear case never changes, not even by rounding: once is enough
-            lam = mobility(case.s_wir if case.linear else s, case)[0]
-            # T = 2 A / (Δ/k₁ + Δ/k₂): area over distance times the harmonic mean of k λ, per day
-            r = 1 / (DAY * self.perm[field] * lam).ravel()
-            t = 2 * self.ratio / (r[a] + r[b])
-            # p is free up to a constant: the first entry, doubled, makes p[0, 0] = 0, since Σ q = 0
-            rows, cols = np.concatenate([a, b, a, b, [0]]), np.concatenate([a, b, b, a, [0]])
-            values = np.concatenate([t, t, -t, -t, [t[a == 0].sum()]])
-            matrix = sparse.csc_array((values, (rows, cols)))  # values at the same place are summed
-            hints = {"diag_pivot_thresh": 0, "panel_size": 4, "relax": 2}  # for symmetric matrices
-            lu = splu(matrix, "MMD_AT_PLUS_A", **hints, options={"SymmetricMode": True})
-            self.factored[field] = lu, t
-        lu, t = self.factored[field]
-        return lu.solve(q.ravel()).reshape(q.shape), t
+        """Solve div(-k λ(s) grad p) = q with closed boundaries, by finite volumes.
+
+        Takes the number of a field, saturations s (ny, nx), and rates q (ny, nx) [m²/day] whose
+        sum is 0. Returns pressures p (ny, nx) [Pa], where p[0, 0] = 0, and transmissibilities
+        (faces,) [m²/(Pa day)].
+        """
+        # In a linear case the matrix is the same at all saturations.
+        if field not in self.factored or not self.case.linear:
+            transmissibility = self.transmissibility(field, s)
+            lu = self.factor_pressure(transmissibility)
+            self.factored[field] = lu, transmissibility
+
+        lu, transmissibility = self.factored[field]
+        return lu.solve(q.ravel()).reshape(q.shape), transmissibility
+
+    def transmissibility(self, field, s):
+        """Return the transmissibilities (faces,) [m²/(Pa day)] of a field at saturations s."""
+        # In a linear case λ depends on s by rounding errors only. Using its value at s_wir for
+        # all s removes them.
+        if self.case.linear:
+            s = self.case.s_wir
+        total_mobility, _, _ = mobility(s, self.case)
+
+        # T = 2 A / (Δ/k₁λ₁ + Δ/k₂λ₂): length over distance times the harmonic mean of k λ
+        resistance = 1 / (DAY * self.perm[field] * total_mobility).ravel()
+        return 2 * self.length_over_distance / (resistance[self.a] + resistance[self.b])
+
+    def factor_pressure(self, transmissibility):
+        """Return LU factors of the pressure matrix, which is symmetric."""
+        a = self.a
+        b = self.b
+        t = transmissibility
+
+        # The equations determine p up to a constant only. Adding its own value t0 to the first
+        # diagonal entry makes p[0, 0] = 0: the sum of all equations is t0 p[0, 0] = Σ q = 0.
+        t0 = t[a == 0].sum()
+
+        # SciPy sums entries that have the same row and column.
+        entries = np.concatenate([t, t, -t, -t, [t0]])
+        rows = np.concatenate([a, b, a, b, [0]])
+        cols = np.concatenate([a, b, b, a, [0]])
+        matrix = sparse.csc_array((entries, (rows, cols)))
+        return splu(
+            matrix,
+            permc_spec="MMD_AT_PLUS_A",
+            diag_pivot_thresh=0,
+            panel_size=4,
+            relax=2,
+            options={"SymmetricMode": True},
+        )
 
     def observe(self, s, p):
-        """psi for a batch: s, p (..., ny, nx) -> (..., observations), see `ResSim.psi`."""
+        """Return the observations (..., D) of states s, p (..., ny, nx), see `ResSim.psi`."""
         p = np.concatenate([p[self.producers], p[self.injectors]], axis=-1)
-        low, high = p.min(axis=-1, keepdims=True), p.max(axis=-1, keepdims=True)
-        p = 1 - 2 * (high - p) / np.maximum(high - low, 1e-300)  # all 1 if there is no difference
+        low = p.min(axis=-1, keepdims=True)
+        high = p.max(axis=-1, keepdims=True)
+
+        # Equal pressures are all scaled to 1.
+        p = 1 - 2 * (high - p) / np.maximum(high - low, 1e-300)
         return np.concatenate([s[self.producers].clip(0, 1), p], axis=-1)
 
 
 class ResSim(gym.Env):
-    """Water displaces oil in one reservoir, simulated on one level; an action sets the wells.
+    """Water displaces oil in one reservoir, simulated on one level. An action sets the wells.
 
-    Darcy pressure once per control step, then upwind transport (Dixit & ElSheikh, arXiv 2210.08400,
-    section 4). Reward: oil produced / oil in place at first. Terminated after `case.control_steps`.
-    A `Case` or a name in CASES; level 1 is coarsest; fields of training, evaluation, validation."""
+    A control step solves Darcy's equation for the pressure once and then moves the water by the
+    upwind scheme. The reward is the oil produced in the step over the oil in place at first. An
+    episode terminates after `case.control_steps` steps. Source: Dixit & ElSheikh, arXiv
+    2210.08400, section 4.
+
+    `case` is a `Case` or a name in CASES, and level 1 is the coarsest. Training, evaluation and
+    validation have permeability fields of their own.
+
+    Raises ValueError if there is no such level.
+    """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 2}
 
     def __init__(self, case, level, evaluation=False, validation=False, render_mode=None):
-        self.case = case = CASES[case] if isinstance(case, str) else case
+        if isinstance(case, str):
+            case = CASES[case]
         if level not in range(1, len(case.grids) + 1):
             raise ValueError(f"level must be 1..{len(case.grids)}, got {level}")
-        self.fields = 2 if validation else int(evaluation)  # the seed of the set
-        self.grid, self.render_mode, self.t = Grid(case, level, self.fields), render_mode, None
-        n_in, n_out = len(case.injectors[0]), len(case.producers[0])
-        low = np.r_[np.zeros(n_out), -np.ones(n_out + n_in)].astype(np.float32)
+
+        # Each set of permeability fields is drawn from a seed of its own.
+        if validation:
+            self.fields = 2
+        elif evaluation:
+            self.fields = 1
+        else:
+            self.fields = 0
+
+        self.case = case
+        self.grid = Grid(case, level, self.fields)
+        self.render_mode = render_mode
+        self.t = None  # control steps since reset
+
+        n_in = len(case.injectors[0])
+        n_out = len(case.producers[0])
+        low = np.concatenate([np.zeros(n_out), -np.ones(n_out + n_in)]).astype(np.float32)
         self.observation_space = gym.spaces.Box(low, np.float32(1), dtype=np.float32)
         self.action_space = gym.spaces.Box(0.001, 1, (n_in + n_out,), dtype=np.float32)
 
     def reset(self, *, seed=None, options=None):
-        """All oil; a field is drawn, or `options={"field": k}` picks it. Returns psi, info."""
+        """Fill the reservoir with oil and draw a field, or take `options={"field": k}`.
+
+        In evaluation and validation, consecutive seeds visit every field. Returns the
+        observation (D,) float32 and {"field": k}. Raises ValueError if there is no such field.
+        """
         super().reset(seed=seed)
-        K = len(self.grid.perm)  # consecutive seeds of an evaluation visit every field
-        field = seed % K if self.fields and seed is not None else self.np_random.integers(K)
-        self.field = int((options or {}).get("field", field))
-        if self.field not in range(K):
-            raise ValueError(f"field must be 0..{K - 1}, got {self.field}")
+        n_fields = len(self.grid.perm)
+        if self.fields and seed is not None:
+            field = seed % n_fields
+        else:
+            field = self.np_random.integers(n_fields)
+        if options and "field" in options:
+            field = options["field"]
+
+        self.field = int(field)
+        if self.field not in range(n_fields):
+            raise ValueError(f"field must be 0..{n_fields - 1}, got {self.field}")
+
         self.s = np.full(self.grid.shape, self.case.s_wir)  # water saturation
-        self.p, self.t = np.zeros(self.grid.shape), 0  # pressure, control steps since reset
+        self.p = np.zeros(self.grid.shape)  # Pa
+        self.t = 0
         return self.psi().astype(np.float32), {"field": self.field}
 
     def phi(self, action):
-        """Action (..., wells), relative rates, injectors first -> q (..., ny, nx) [m²/day]."""
-        grid, a = self.grid, np.asarray(action, dtype=np.float64).clip(0.001, 1)
-        a_in, a_out = np.split(a, [len(self.case.injectors[0])], axis=-1)
-        q = np.zeros((*a.shape[:-1], *grid.shape))
-        # q = ± total rate · a / Σ a, wells in the same cell add up
-        np.add.at(q, grid.injectors, self.case.rate * a_in / a_in.sum(-1, keepdims=True))
-        np.add.at(q, grid.producers, -self.case.rate * a_out / a_out.sum(-1, keepdims=True))
+        """Return the rates q (..., ny, nx) [m²/day] of actions (..., wells).
+
+        An action holds relative rates, injectors first. Values are clipped to [0.001, 1].
+        """
+        action = np.asarray(action, dtype=np.float64).clip(0.001, 1)
+        n_in = len(self.case.injectors[0])
+        injected, produced = np.split(action, [n_in], axis=-1)
+
+        # A well's rate is ± total rate · a / Σ a. The rates of wells in the same cell add up.
+        q = np.zeros((*action.shape[:-1], *self.grid.shape))
+        injected = self.case.rate * injected / injected.sum(-1, keepdims=True)
+        produced = -self.case.rate * produced / produced.sum(-1, keepdims=True)
+        np.add.at(q, self.grid.injectors, injected)
+        np.add.at(q, self.grid.producers, produced)
         return q
 
     def psi(self):
-        """State -> observation: s and p at producers, p at injectors, p scaled to [-1, 1]."""
+        """Return the observation (D,) of the state.
+
+        It holds s at the producers, then p at the producers and at the injectors, scaled to
+        [-1, 1].
+        """
         return self.grid.observe(self.s, self.p)
 
     def get_state(self):
-        """Return what `set_state` of a simulation of this case and level needs to go on."""
+        """Return what `set_state` of a simulation of this case and level needs to continue."""
         return self.s, self.p, self.t, self.field, self.np_random
 
     def set_state(self, state):
+        """Continue from a state that `get_state` returned."""
         self.s, self.p, self.t, self.field, self.np_random = state
 
     def map_from(self, other):
-        """Take over the state of another level, coarsened or refined; ValueError: another case."""
+        """Take over the state of another level, coarsened or refined.
+
+        Raises ValueError if the other simulation has another case or another set of fields.
+        """
         if (self.case, self.fields) != (other.case, other.fields):
             raise ValueError("map_from needs the same simulation, on another level")
+
         change = coarsen if other.grid.level >= self.grid.level else refine
-        self.s, self.p = change(other.s, self.grid.shape), change(other.p, self.grid.shape)
-        self.field, self.t = other.field, other.t
+        self.s = change(other.s, self.grid.shape)
+        self.p = change(other.p, self.grid.shape)
+        self.field = other.field
+        self.t = other.t
 
     def step(self, action):
-        """One control step. ValueError: action not finite; RuntimeError: episode over."""
+        """Take one control step with an action (wells,).
+
+        Raises ValueError if the action is not finite or has another shape, and RuntimeError if
+        the episode has ended or has not begun.
+        """
         obs, rewards, terminated, truncated = self.step_batch([self], np.asarray(action)[None])
         return obs[0], float(rewards[0]), bool(terminated[0]), bool(truncated[0]), {}
 
     @staticmethod
     def step_batch(envs, actions):
-        """`step` of n simulations of one case and level, bitwise as if stepped alone: actions (n,
-        wells) -> obs (n, n_obs) float32, rewards (n,), terminated (n,), truncated (n,)."""
-        case, grid, shape = envs[0].case, envs[0].grid, (len(envs), *envs[0].action_space.shape)
+        """Take one control step in n simulations of one case and level.
+
+        Takes actions (n, wells). Returns obs (n, D) float32, rewards (n,), terminated (n,) and
+        truncated (n,), bit for bit as n calls of `step` would. Raises the errors of `step`.
+        """
+        case = envs[0].case
+        grid = envs[0].grid
+        shape = (len(envs), *envs[0].action_space.shape)
         actions = np.asarray(actions, dtype=np.float64)
         if actions.shape != shape or not np.isfinite(actions).all():
             raise ValueError(f"actions must be finite and of shape {shape}")
         if any(env.t is None or env.t >= case.control_steps for env in envs):
             raise RuntimeError("ResSim: step() before reset() or after the end of the episode")
-        s, q = np.stack([env.s for env in envs]), envs[0].phi(actions)  # (n, ny, nx)
-        # One right-hand side per solve: solving several at once rounds differently.
-        solved = [e.grid.solve_pressure(e.field, e.s, e_q) for e, e_q in zip(envs, q)]
-        p, t = (np.stack(arrays) for arrays in zip(*solved))
-        chunk = max(1, 2**13 // s[0].size)  # reservoirs at a time: what the cache holds
-        parts = [slice(i, i + chunk) for i in range(0, len(envs), chunk)]
-        s_new = np.concatenate([transport(s[i], p[i], t[i], q[i], grid) for i in parts])
+
+        s = np.stack([env.s for env in envs])  # (n, ny, nx)
+        q = envs[0].phi(actions)  # (n, ny, nx)
+        p, transmissibility = solve_pressures(envs, q)
+
+        # Transport takes as many reservoirs at a time as fit into the processor's cache.
+        chunk_size = max(1, 2**13 // s[0].size)
+        parts = []
+        for start in range(0, len(envs), chunk_size):
+            chunk = slice(start, start + chunk_size)
+            parts.append(transport(s[chunk], p[chunk], transmissibility[chunk], q[chunk], grid))
+        s_new = np.concatenate(parts)
+
         for env, env_s, env_p in zip(envs, s_new, p):
-            env.s, env.p, env.t = env_s, env_p, env.t + 1
-        # Nothing is compressible and all boundaries are closed: oil produced = water gained
-        gained = grid.pore * (s_new - s).sum(axis=(1, 2))
-        rewards = gained / (grid.pore * s[0].size * (1 - case.s_wir))
-        terminated, truncated = np.array([[env.t >= case.control_steps, False] for env in envs]).T
+            env.s = env_s
+            env.p = env_p
+            env.t += 1
+
+        # Nothing is compressible and all boundaries are closed: oil produced = water gained.
+        oil_produced = grid.pore * (s_new - s).sum(axis=(1, 2))
+        oil_in_place = grid.pore * s[0].size * (1 - case.s_wir)
+        rewards = oil_produced / oil_in_place
+        terminated = np.array([env.t >= case.control_steps for env in envs])
+        truncated = np.zeros(len(envs), dtype=bool)
         return grid.observe(s_new, p).astype(np.float32), rewards, terminated, truncated
 
     def render(self):
-        """Picture (height, width, 3) uint8: oil brown, water blue; wells white (in), red (out)."""
+        """Return a picture (height, width, 3) uint8: oil is brown, water is blue.
+
+        Injectors are white, producers are red.
+        """
+        brown = np.array([84, 52, 30])
+        blue = np.array([44, 123, 214])
+        red = np.array([230, 30, 30])
+        white = 255
+
+        water = refine(self.s, self.case.grids[-1])[..., None].clip(0, 1)  # (ny, nx, 1)
+        image = (1 - water) * brown + water * blue  # (ny, nx, 3)
+        image[self.case.injectors] = white
+        image[self.case.producers] = red
+
         zoom = math.ceil(256 / self.case.grids[-1][0])
-        share = refine(self.s, self.case.grids[-1])[..., None].clip(0, 1)
-        image = (1 - share) * (84, 52, 30) + share * (44, 123, 214)  # (ny, nx, 3)
-        image[self.case.injectors], image[self.case.producers] = 255, (230, 30, 30)
         return image.astype(np.uint8).repeat(zoom, axis=0).repeat(zoom, axis=1)
+
+
+def solve_pressures(envs, q):
+    """Solve the pressure equation of each simulation for its rates q[i].
+
+    Returns pressures (n, ny, nx) [Pa] and transmissibilities (n, faces) [m²/(Pa day)].
+    """
+    # SuperLU rounds differently when it solves for several right-hand sides at once. One at a
+    # time, each simulation gets the bits that it would get alone.
+    pressures = []
+    transmissibilities = []
+    for env, rates in zip(envs, q):
+        p, transmissibility = env.grid.solve_pressure(env.field, env.s, rates)
+        pressures.append(p)
+        transmissibilities.append(transmissibility)
+    return np.stack(pressures), np.stack(transmissibilities)
 
 
 # ------------------------------------------------------------------------------------ command line
