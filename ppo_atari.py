@@ -5,26 +5,37 @@
     python ppo_atari.py --eval runs/Pong__ppo_atari__1__<time> --video
     tensorboard --logdir runs
 
-This is `ppo.py` with a Game that makes pictures of an Atari game, a convolutional network and
-shared memory for whole rollouts: the workers have the policy too, and nobody waits for anybody
-between two steps. Then all cores, or a GPU, do the update, in bfloat16 where that is faster.
+How to read this file
+    This is `ppo.py` for Atari games, with the functions in the same order. GAE, the losses and the
+    machinery are those of ppo.py. What is new: `Game` makes pictures of an Atari game, `Model` is a
+    convolutional network, `rollout` computes values of pictures in pieces, and the layers compute
+    in bfloat16 where that is faster. All cores, or a GPU, do the update. What only vectors need is
+    not here: masks, memory, normalisers and other kinds of actions.
 
-Papers: "PPO" is Schulman et al. 2017, Proximal policy optimization algorithms (arXiv 1707.06347);
-"GAE" is Schulman et al. 2016 (arXiv 1506.02438); pictures and network are those of Mnih et al.
-2015, Human-level control through deep reinforcement learning. Network, rollout and loss have the
-constants of labml's first annotated version, but for Adam's ε (1e-5) and biases (0 at the start);
-games are as in Gymnasium's AtariPreprocessing, with signs of rewards, FIRE and lives besides.
+The algorithm
+    Each iteration plays T steps in N games with the current policy, which is then called π_old, and
+    makes K passes (epochs) of minibatch gradient steps over what was recorded:
 
-Each iteration runs the policy π_old for T steps in N games, then takes K epochs of minibatch steps:
+    δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                         PPO, Eq. (12)
+    Â_t = δ_t + γλ (1 − done_t) Â_{t+1}                        PPO, Eq. (11);  GAE, Eq. (16)
+    R_t = Â_t + V(s_t)
+    r_t(θ) = π_θ(a_t|s_t) / π_old(a_t|s_t)                                        PPO, Sec. 3
+    L^CLIP(θ) = E[min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)]                   PPO, Eq. (7)
+    loss = E[−L^CLIP + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]              PPO, Eq. (9)
 
-    δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                             PPO, Eq. (12)
-    Â_t = δ_t + γλ (1 − done_t) Â_{t+1},   R_t = Â_t + V(s_t)           PPO, Eq. (11); GAE, Eq. (16)
-    r_t(θ) = π_θ(a_t|s_t) / π_old(a_t|s_t)                                           PPO, Sec. 3
-    L^CLIP(θ) = E[min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)]                       PPO, Eq. (7)
-    loss = E[−L^CLIP + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]      PPO, Eq. (9), but for the ½
+    The reward r_t is the sign of the change of the score; r_t(θ) is the probability ratio.
 
-r_t is the reward's sign, r_t(θ) the probability ratio. Shapes: T steps, N games, B minibatches of M
-rows, n actions. What is stored at t, `terminated` and `truncated` too, is of the action at t.
+Notation and shapes
+    T steps (--num-steps), N games (--num-envs), K epochs, B minibatches of M rows, n actions. What
+    is stored at index t, `terminated` and `truncated` too, belongs to the action at step t.
+
+Papers, and departures from them
+    "PPO" is Schulman et al. 2017, Proximal policy optimization algorithms (arXiv 1707.06347). "GAE"
+    is Schulman et al. 2016 (arXiv 1506.02438). Pictures and network are those of Mnih et al. 2015,
+    Human-level control through deep reinforcement learning. Network, rollout and loss have the
+    constants of labml's first annotated version, but for Adam's ε (1e-5) and biases (0 at first).
+    Games are as in Gymnasium's AtariPreprocessing, with signs of rewards, FIRE and lives besides.
+    Eq. (9) has no factor ½ before the squared error; this code has it.
 """
 
 import argparse
@@ -43,6 +54,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -57,261 +69,375 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-
 # ------------------------------------------------------------------------------------ options
-def make_parser():
-    """Return the parser of the command line; without usage, so that an error is one line."""
-    style, about = argparse.ArgumentDefaultsHelpFormatter, __doc__.partition("\n")[0]
-    options = {"usage": argparse.SUPPRESS, "formatter_class": style, "allow_abbrev": False}
-    parser = argparse.ArgumentParser(Path(__file__).name, description=about, **options)
-    add_common_options(parser)
-    option = functools.partial(add_option, parser.add_argument_group("ppo_atari.py"))
-    probability, precisions = number(float, 0, 1), ("auto", "fp32", "bf16")
-    option("--env", game_name, "Breakout", "also as BreakoutNoFrameskip-v4 or ALE/Breakout-v5")
-    option("--num-steps", number(int, 1, 100_000), 128, "T, steps per game and iteration")
-    option("--frameskip", number(int, 1), 4, "frames that an action lasts; Gymnasium's v5: 4")
-    option("--sticky-actions", probability, 0.0, "P(a frame repeats the last action); v5: 0.25")
-    option("--full-action-space", bool, False, "all 18 actions, also those that the game ignores")
-    option("--episodic-life", bool, True, "an episode ends with a life; Gymnasium: off")
-    option("--noop-max", number(int, 0, 1000), 30, "a game begins with 1 to so many no-ops; v5: 0")
-    option("--fire", bool, True, "an episode starts with FIRE if the game has it; Gymnasium: off")
-    option("--anneal-clip", bool, True, "lower ε linearly to 0 over the run, as the learning rate")
-    option("--precision", str, "auto", "auto: bf16 if that is faster", choices=precisions)
-    option("--compile", bool, False, "torch.compile the loss, for GPUs; needs a C++ compiler")
-    parser.set_defaults(num_workers=num_cores(), num_envs=8, clip_coef=0.1)
-    return parser
+# The options of the algorithm. The section "command line" has those of running: folders, workers,
+# evaluation, resuming.
 
 
-def num_cores():
-    """Return the number of cores that this process may use, its share if torchrun started it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+def add_ppo_options(parser):
+    """Add the options of PPO that all scripts of the family share, with the defaults of ppo.py."""
+    add = parser.add_argument_group("PPO").add_argument
+    count = integer(1)
+    positive = real(1e-300)
+    not_negative = real(0)
+    fraction = real(0, 1)
+    modes = ("minibatch", "batch", "off")
+    add("--num-envs", type=integer(1, 100_000), default=4, help="N, environments; usual 4 to 64")
+    add("--learning-rate", type=positive, default=2.5e-4, help="Adam's step size; 1e-5 to 1e-3")
+    add("--anneal-lr", action=FLAG, default=True, help="lower the rate linearly to 0 over the run")
+    add("--gamma", type=fraction, default=0.99, help="γ, discount per step; usual 0.9 to 0.9997")
+    add("--gae-lambda", type=fraction, default=0.95, help="λ of GAE; 0: low variance, 1: no bias")
+    add("--num-minibatches", type=count, default=4, help="B, minibatches per epoch; divides N · T")
+    add("--update-epochs", type=count, default=4, help="K, passes over a rollout; usual 3 to 30")
+    add("--norm-adv", choices=modes, default="minibatch", help="over what to normalise advantages")
+    add("--clip-coef", type=positive, default=0.2, help="ε, clipping range 1 ± ε; 0.1 to 0.3")
+    add("--clip-vloss", action=FLAG, default=True, help="clip V's change at ±ε too, in V's units")
+    add("--ent-coef", type=not_negative, default=0.01, help="c_e, entropy bonus; usual 0 to 0.01")
+    add("--vf-coef", type=not_negative, default=0.5, help="c_v, value loss; usual 0.5 to 1")
+    add("--max-grad-norm", type=positive, default=0.5, help="clip the gradient to this norm")
+    add("--target-kl", type=positive, help="end an update at this KL(π_old, π); 0.01 to 0.05")
 
 
-def add_common_options(parser):
-    """Add the options that all scripts of the family share, with the defaults of ppo.py."""
-    natural, count, many = number(int, 0), number(int, 1), number(int, 1, 100_000)
-    positive, coefficient, fraction = number(float, 1e-300), number(float, 0), number(float, 0, 1)
-    option = functools.partial(add_option, parser.add_argument_group("run"))
-    option("--seed", number(int, 0, 2**63 - 1), 1, "seed of all generators")
-    option("--device", str, "auto", "auto, cpu, cuda or mps; auto is cpu, for Atari cuda if there")
-    option("--num-workers", natural, 0, "processes that step the games; 0: step them in this one")
-    option("--log-dir", os.path.abspath, "runs", "folder that receives the run's own folder")
-    option("--run-name", str, None, "name of the run's folder, if not env__script__seed__time")
-    option("--eval-every", natural, 0, "iterations between evaluations; 0: never")
-    option("--eval-episodes", many, 16, "episodes of an evaluation")
-    option("--save-every", natural, 50, "iterations between checkpoints; 0: only at the end")
-    exclusive = functools.partial(add_option, parser.add_mutually_exclusive_group())
-    exclusive("--resume", os.path.abspath, None, "go on with this folder's run, with its options")
-    exclusive("--eval", os.path.abspath, None, "evaluate this folder's run, its policy's mode")
-    option("--sample", None, False, "with --eval: sample actions instead of taking the mode")
-    option("--video", None, False, "with --eval: also write video.mp4")
-    option("--export-onnx", None, False, "with --eval: also write policy.onnx, from obs to action")
-    option("--quiet", None, False, "print no status lines")
-    option = functools.partial(add_option, parser.add_mutually_exclusive_group())
-    option("--total-timesteps", count, None, "steps of all games; ppo.py 500000, Atari 10000000")
-    option("--num-iterations", count, None, "length of the run in iterations")
-    option = functools.partial(add_option, parser.add_argument_group("PPO"))
-    option("--num-envs", many, 4, "N, games (actors) side by side; 4 to 64 usual")
-    option("--learning-rate", positive, 2.5e-4, "Adam's step size; 1e-5 to 1e-3 usual")
-    option("--anneal-lr", bool, True, "lower the learning rate linearly to 0 over the run")
-    option("--gamma", fraction, 0.99, "γ, discount per step; 0.9 to 0.9997 usual")
-    option("--gae-lambda", fraction, 0.95, "λ of GAE, 0: low variance, 1: no bias; 0.9 to 1 usual")
-    option("--num-minibatches", count, 4, "B, minibatches per epoch; divides N · T rows")
-    option("--update-epochs", count, 4, "K, passes over the rollout; 3 to 30 usual")
-    option("--norm-adv", str, "minibatch", "normalise Â in", choices=("minibatch", "batch", "off"))
-    option("--clip-coef", positive, 0.2, "ε, beyond 1 ± ε no ratio is pushed on; 0.1 to 0.3 usual")
-    option("--clip-vloss", bool, True, "clip the change of V at ±ε too, in V's units")
-    option("--ent-coef", coefficient, 0.01, "c_e, weight of the entropy bonus; 0 to 0.01 usual")
-    option("--vf-coef", coefficient, 0.5, "c_v, weight of the value loss; 0.5 to 1 usual")
-    option("--max-grad-norm", positive, 0.5, "clip the gradient to this global norm")
-    option("--target-kl", positive, None, "end an update when KL(π_old, π) is above; 0.01 to 0.05")
+def add_own_options(parser):
+    """Add the options that only ppo_atari.py has."""
+    add = parser.add_argument_group("ppo_atari.py").add_argument
+    count = integer(1)
+    probability = real(0, 1)
+    precisions = ("auto", "fp32", "bf16")
+    name = "game, also as BreakoutNoFrameskip-v4 or ALE/Breakout-v5"
+    add("--env", type=game_name, default="Breakout", help=name)
+    add("--num-steps", type=integer(1, 100_000), default=128, help="T, steps per game and rollout")
+    add("--frameskip", type=count, default=4, help="frames that an action lasts; Gymnasium's v5: 4")
+    sticky = "probability that a frame repeats the last action; v5: 0.25"
+    add("--sticky-actions", type=probability, default=0.0, help=sticky)
+    every = "use all 18 actions, also those that the game ignores"
+    add("--full-action-space", action=FLAG, default=False, help=every)
+    life = "an episode ends with a life; Gymnasium: off"
+    add("--episodic-life", action=FLAG, default=True, help=life)
+    noops = "a game begins with 1 to so many no-ops; v5: 0"
+    add("--noop-max", type=integer(0, 1000), default=30, help=noops)
+    fire = "an episode starts with FIRE if the game has it; Gymnasium: off"
+    add("--fire", action=FLAG, default=True, help=fire)
+    clip = "lower ε linearly to 0 over the run, as the learning rate"
+    add("--anneal-clip", action=FLAG, default=True, help=clip)
+    add("--precision", choices=precisions, default="auto", help="auto: bf16 if that is faster")
+    compiled = "torch.compile the loss, for GPUs; it needs a C++ compiler"
+    add("--compile", action=FLAG, default=False, help=compiled)
 
 
 # ------------------------------------------------------------------------------------ train
 def train(args):
     """Train as `args` say. Returns the `Run`. Saves, then raises GameError, when a game fails."""
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a worker that is forked off must not find several
+    torch.set_num_threads(1)  # a worker that is forked off must not find several threads
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
     model = make_model(args)
-    optimizer = make_optimizer(model)
-    model.share_memory()  # on a CPU workers see every update
-    with Run(args, model, optimizer, generator) as run:
+    optimizer = make_optimizer(model, args)
+
+    with AtariRun(args, model, optimizer, generator) as run:
         torch.set_num_threads(num_threads)
-        args.quiet or RANK or print(settings(args, model), flush=True)
+        if RANK == 0 and not args.quiet:
+            print(settings(args, model), flush=True)
         while run.goes_on():
-            remaining = 1 - run.iteration / args.num_iterations
-            rate = args.learning_rate * (remaining if args.anneal_lr else 1)
-            optimizer.param_groups[0]["lr"] = rate
-            clip_coef = args.clip_coef * (remaining if args.anneal_clip else 1)
+            remaining = 1 - run.share_done()
+            if args.anneal_lr:
+                scale_learning_rates(optimizer, remaining)
+            clip_coef = args.clip_coef
+            if args.anneal_clip:
+                clip_coef = args.clip_coef * remaining
+
             # Sample: T steps in each of N games with the policy π_old.
             buffer, episodes = rollout(model, run.pool, args, generator)
+
             # Judge: was an action better than the value function expected?
-            batch = make_batch(buffer, model.inputs, args)
+            batch = make_batch(buffer, model, args)
             row = {"explained_variance": explained_variance(batch)}
+
             # Learn: K epochs of minibatch steps towards the better actions.
             row |= update(model, optimizer, batch, args, clip_coef, generator)
             run.end_iteration(row, episodes, global_step=args.num_envs * args.num_steps)
-            if "eval_return" in row:  # `log` adds it; a picture of where its last game ended
-                arrays = run.eval_pool.arrays
-                picture = arrays["next_obs"][arrays["ended"].argmax(), ..., -1]
-                run.events.add_image("eval/end", picture, row["global_step"], dataformats="HW")
     return run
+
+
+def make_optimizer(model, args):
+    """Return Adam over all parameters."""
+    return torch.optim.Adam(model.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+
+
+def scale_learning_rates(optimizer, factor):
+    """Set the rate of each parameter group to its initial rate times a factor."""
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = group["initial_lr"] * factor
 
 
 def settings(args, model):
     """Return the line that a run starts with: what is played, and how."""
-    names = "frameskip sticky_actions full_action_space episodic_life noop_max fire num_workers"
-    shown = ", ".join(f"{name} {getattr(args, name)}" for name in names.split())
-    return f"{args.env}: {shown}, precision {'bf16' if model.bf16 else 'fp32'}"
+    names = ["frameskip", "sticky_actions", "full_action_space", "episodic_life", "noop_max"]
+    names += ["fire", "num_workers"]
+    shown = ", ".join(f"{name} {getattr(args, name)}" for name in names)
+    precision = "bf16" if model.bf16 else "fp32"
+    return f"{args.env}: {shown}, precision {precision}"
 
 
 # ------------------------------------------------------------------------------------ rollout
-STEP_RESULTS = "next_obs rewards terminated truncated ended episode_return episode_length".split()
-
-
-@torch.no_grad()
 def rollout(model, pool, args, generator):
-    """Take T steps in all N games with the current policy. Returns the buffer, tensors (T, N, ...):
-    obs, actions, logprobs, values, next_values, rewards, terminated, truncated; and the (return,
-    length) of the games that ended, both of all ranks. On a CPU the next rollout overwrites the
-    buffer. Values and logprobs come from passes over all steps, with the update's own arithmetic
-    (but for --compile): its first ratios are 1, whatever the workers' rounding."""
-    buffer, T, N = shared_buffer(pool.arrays), args.num_steps, args.num_envs
-    noise = model.head.noise(T * N, generator).view(T, N, -1)
-    buffer["noise"][:] = noise.chunk(NUM_RANKS, 1)[RANK]  # of this rank's games
-    pool.player.load_state_dict(model.state_dict())  # on a CPU they are the same
-    pool.call("rollout")
-    ends = ("ended", "episode_return", "episode_length")
-    ended, returns, lengths = gathered({k: torch.tensor(buffer[k]) for k in ends}).values()
-    episodes = [*zip(returns[ended].tolist(), lengths[ended].tolist())]
-    next_obs = torch.from_numpy(buffer["next_obs"])
-    names = ("obs", "actions", "rewards", "terminated", "truncated")
-    buffer = {name: torch.from_numpy(buffer[name]).to(model.device) for name in names}
-    # In pieces: on a CPU that is faster than 1,000 pictures at once.
-    pieces = [model(obs) for obs in buffer["obs"].split(32)]
-    pi, values = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    # V(s_{t+1}) is the next row's, but for a time limit's end and the end of the rollout; where the
-    # step `terminated`, gae ignores it.
-    next_values, apart = values.roll(-1, 0), buffer["truncated"].clone()
-    apart[-1] = True
-    next_values[apart] = model(next_obs[apart.cpu()].to(model.device))[1]
-    buffer |= {"values": values, "next_values": next_values}
-    buffer["logprobs"] = model.head.log_prob(pi, buffer["actions"])
-    return gathered(buffer), episodes
+    """Play T steps in all N games with the current policy.
+
+    Returns the buffer and the list of (return, length) of the games that ended, of all ranks. The
+    buffer holds tensors (T, N, ...): obs, actions, logprobs, values, next_values, rewards,
+    terminated, truncated. On a CPU the next rollout overwrites its pictures.
+    """
+    # Draw the noise of all T · N actions first, in this process, and give every worker the part of
+    # its games. The actions do not depend on how many workers there are, but for rounding.
+    noise = model.head.noise(args.num_steps * args.num_envs, generator)
+    noise = noise.view(args.num_steps, args.num_envs, -1)
+    pool.buffer["noise"][:] = noise.chunk(NUM_RANKS, dim=1)[RANK]  # this rank's games
+    pool.play(model, args.num_steps)
+
+    buffer = {}
+    for name in model.stored + RESULTS:
+        recorded = torch.from_numpy(pool.buffer[name])
+        if name == "next_obs":
+            next_obs = recorded  # few of these pictures are needed, so they stay where they are
+        else:
+            buffer[name] = recorded.to(model.device)
+    add_values(model, buffer, next_obs)
+    buffer = gathered(buffer)
+    return buffer, finished_episodes(buffer)
+
+
+# What a step leads to, as the games write it and the buffer keeps it.
+RESULTS = ["next_obs", "rewards", "terminated", "truncated"]
+RESULTS += ["ended", "episode_return", "episode_length"]
+
+
+def play(games, num_steps, sample=True, first_episodes=False):
+    """Play the games of one process: act, step, record, `num_steps` times.
+
+    Every step in this script is taken here: in rollouts and evaluations, in workers and in the main
+    process. The policy samples its actions from the buffer's noise, or takes its mode. With
+    `first_episodes` it stops when every game has ended once since it was started.
+    """
+    arrays = games.arrays  # what the games show now, (N, ...)
+    buffer = games.buffer  # what is recorded, (T, N, ...)
+
+    with games.model.autocast():  # it casts the weights once, not in each step
+        for t in range(num_steps):
+            noise = buffer["noise"][t] if sample else None
+            games.model.act(arrays, noise)
+            for name in games.model.stored:  # what the policy saw and did
+                buffer[name][t] = arrays[name]
+
+            games.step()
+            for name in RESULTS:  # what came of it
+                buffer[name][t] = arrays[name]
+
+            if first_episodes and arrays["finished"].all():
+                break
 
 
 @torch.no_grad()
-def play_steps(games):
-    """Fill the games' part of the buffer: their model acts in them for T steps."""
-    model, arrays, buffer = games.model, games.arrays, games.buffer
-    with model.autocast():
-        for t, noise in enumerate(torch.from_numpy(buffer["noise"])):
-            model.act(arrays, noise)
-            for name in model.stored:  # what the policy saw and did
-                buffer[name][t] = arrays[name]
-            games.call("step")
-            for name in STEP_RESULTS:  # what came of it
-                buffer[name][t] = arrays[name]
+def add_values(model, buffer, next_obs):
+    """Add values V(s_t), next_values V(s_{t+1}) and logprobs log π_old(a_t|s_t) to the buffer.
+
+    Passes over all steps give them, since no weight has changed while they were played. They have
+    the update's own arithmetic (but for --compile), so its first ratios are 1, however the workers
+    round.
+    """
+    # In pieces of 32 steps: on a CPU that is faster than a thousand pictures at once.
+    pieces = [model(obs) for obs in buffer["obs"].split(32)]
+    pi = torch.cat([piece[0] for piece in pieces])
+    values = torch.cat([piece[1] for piece in pieces])
+    buffer["values"] = values
+    buffer["logprobs"] = model.head.log_prob(pi, buffer["actions"])
+
+    # V(s_{t+1}) is the next row's value, but for a time limit's end and the rollout's last step.
+    # Where a step `terminated` the episode, gae ignores it.
+    next_values = values.roll(-1, dims=0)
+    apart = buffer["truncated"].clone()
+    apart[-1] = True
+    pictures = next_obs[apart.cpu()].to(model.device)
+    next_values[apart] = model(pictures)[1]
+    buffer["next_values"] = next_values
+
+
+def finished_episodes(buffer):
+    """Take the ends of episodes out of the buffer. Returns a list of (return, length)."""
+    ended = buffer.pop("ended")
+    returns = buffer.pop("episode_return")[ended]
+    lengths = buffer.pop("episode_length")[ended]
+    return list(zip(returns.tolist(), lengths.tolist()))
 
 
 # ------------------------------------------------------------------------------------ GAE
 def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
-    """Generalized advantage estimation; all tensors are (T, N). `next_values[t]` is V of where step
-    t led: nothing if it `terminated` the episode. Both kinds of end stop the sum over steps."""
+    """Generalized advantage estimation. All tensors are (T, N), and so are the advantages.
+
+    `next_values[t]` is V of the state that step t led to. It counts for nothing if the step
+    `terminated` the episode. Both kinds of end stop the sum over later steps.
+    """
     assert all(x.shape == rewards.shape for x in (values, next_values, terminated, truncated))
-    # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t); Â_t is δ_t at first
-    advantages = rewards + gamma * next_values * ~terminated - values
-    decay = gamma * gae_lambda * ~(terminated | truncated)  # γλ (1 − done_t)
-    A, decay = advantages.unbind(), decay.unbind()  # views of each step's row, (N,)
-    for t in reversed(range(len(A) - 1)):  # the last step's Â_t remains its δ_t: V for the rest
-        # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}
-        A[t].addcmul_(decay[t], A[t + 1])  # in place: adds the product
-    return advantages
+    # PPO, Eq. (12): δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)
+    delta = rewards + gamma * next_values * ~terminated - values
+    # γλ (1 − done_t)
+    decay = gamma * gae_lambda * ~(terminated | truncated)
+
+    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. After the last step V stands for the rest.
+    delta = list(delta)  # the steps' rows, (N,)
+    decay = list(decay)
+    A = list(delta)
+    for t in reversed(range(len(A) - 1)):
+        A[t] = delta[t] + decay[t] * A[t + 1]
+    return torch.stack(A)
 
 
-def make_batch(buffer, inputs, args):
-    """Add advantages and returns to a buffer and flatten it: (T, N, ...) → (T·N, ...)."""
+def make_batch(buffer, model, args):
+    """Add advantages and returns and flatten (T, N, ...) to (T · N, ...)."""
     names = ("rewards", "values", "next_values", "terminated", "truncated")
-    advantages = gae(*(buffer[name] for name in names), args.gamma, args.gae_lambda)
-    batch = {name: buffer[name] for name in (*inputs, "actions", "logprobs", "values")}
-    batch |= {"advantages": advantages, "returns": advantages + buffer["values"]}
+    columns = [buffer[name] for name in names]
+    advantages = gae(*columns, args.gamma, args.gae_lambda)
+    batch = {name: buffer[name] for name in (*model.inputs, "actions", "logprobs", "values")}
+    batch["advantages"] = advantages
+    # V's target in PPO, Eq. (9): R_t = Â_t + V(s_t), what V expected and how much better it came
+    batch["returns"] = advantages + buffer["values"]
     return {name: column.flatten(0, 1) for name, column in batch.items()}
 
 
 def explained_variance(batch):
     """1 − Var(R − V) / Var(R): 1 is a perfect value function, 0 no better than a constant."""
-    unexplained, variance = (batch["returns"] - batch["values"]).var(), batch["returns"].var()
+    variance = batch["returns"].var()
+    unexplained = (batch["returns"] - batch["values"]).var()
     return float(1 - unexplained / variance) if variance > 0 else math.nan
 
 
 # ------------------------------------------------------------------------------------ losses
 def losses(model, batch, clip_coef, clip_vloss):
-    """PPO's loss terms, row by row. `batch` holds obs (M, ...) and the model's other inputs,
-    actions (M, ...), logprobs and values of π_old, advantages, returns (M,). Returns pg_loss,
-    v_loss, entropy, logratio = log r_t(θ), (M,); or (T, M) with a recurrent policy of `ppo.py`."""
+    """PPO's loss terms, row by row.
+
+    `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs
+    and values of π_old, advantages, returns. With a recurrent policy of ppo.py all are (T, M, ...).
+    Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,).
+    """
     pi, values = model(**{name: batch[name] for name in model.inputs})
-    logratio = model.head.log_prob(pi, batch["actions"]) - batch["logprobs"]
-    advantages, returns = batch["advantages"], batch["returns"]
+    logprobs = model.head.log_prob(pi, batch["actions"])
+    logratio = logprobs - batch["logprobs"]
+    advantages = batch["advantages"]
+    returns = batch["returns"]
     assert logratio.shape == values.shape == advantages.shape == returns.shape
-    # PPO, Eq. (7): −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t); min: the way back has a gradient
+
+    # PPO, Eq. (7): −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)
     ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
-    # PPO, Eq. (9), second term: (V_θ(s_t) − R_t)²; halved at the end
+
+    # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
     v_loss = (values - returns).square()
-    if clip_vloss:  # or, if larger, (V_old + clip(V_θ − V_old, −ε, ε) − R_t)²: not in the paper
+    if clip_vloss:
+        # Not in the paper: (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², where that is larger.
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, (batch["values"] + change - returns).square())
-    return pg_loss, 0.5 * v_loss, model.head.entropy(pi), logratio
+    v_loss = 0.5 * v_loss
+
+    return pg_loss, v_loss, model.head.entropy(pi, logprobs), logratio
+
+
+def minibatch_loss(model, mb, args, clip_coef):
+    """Return the loss of a minibatch, and a dict of the numbers to log, all scalar tensors."""
+    loss_terms = compiled_losses() if args.compile else losses
+    pg_loss, v_loss, entropy, logratio = loss_terms(model, mb, clip_coef, args.clip_vloss)
+    pg_loss = pg_loss.mean()
+    v_loss = v_loss.mean()
+    entropy = entropy.mean()
+    approx_kl, clipfrac = policy_change(logratio, clip_coef)
+
+    # PPO, Eq. (9): loss = E[−L^CLIP + c_v ½ (V_θ − R)² − c_e H]
+    loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
+    row = {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy}
+    row |= {"approx_kl": approx_kl, "clipfrac": clipfrac}
+    return loss, row
+
+
+def policy_change(logratio, clip_coef):
+    """Return an estimate of KL(π_old, π) and the share of the ratios beyond 1 ± ε.
+
+    The estimate, E[r − 1 − log r] ≥ 0, is unbiased: http://joschu.net/blog/kl-approx.html
+    """
+    ratio = logratio.exp()
+    approx_kl = (ratio - 1 - logratio).mean()
+    clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
+    return approx_kl, clipfrac
 
 
 # ------------------------------------------------------------------------------------ update
 def update(model, optimizer, batch, args, clip_coef, generator):
-    """Take K epochs of minibatch steps on the rows of `batch`. Return the means of the losses."""
-    assert all(p.grad._base is model.gradient for p in model.parameters()), "see make_optimizer"
-    seen, B, mine = [], args.num_minibatches, slice(RANK, None, NUM_RANKS)  # rows of this rank
-    loss_terms = torch.compile(losses, mode="reduce-overhead") if args.compile else losses
-    clip_coef = torch.tensor(clip_coef, device=model.device)  # a float would be compiled in
+    """Take K epochs of minibatch steps on the rows of `batch`. Returns the means of the losses."""
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
+    clip_coef = torch.tensor(clip_coef, device=model.device)  # a float would be compiled in
+
+    rows = []
     for _ in range(args.update_epochs):
-        rows = torch.randperm(len(batch["obs"]), generator=generator).to(batch["obs"].device)
-        for mb_rows in rows.chunk(B):
-            mb = {name: column.index_select(0, mb_rows) for name, column in batch.items()}
-            if args.norm_adv == "minibatch":
-                mb["advantages"] = normalised(mb["advantages"])
-            mb = {name: column[mine] for name, column in mb.items()}
-            *terms, logratio = loss_terms(model, mb, clip_coef, args.clip_vloss)
-            pg_loss, v_loss, entropy = [term.mean() for term in terms]
-            ratio = logratio.exp()
-            approx_kl = (ratio - 1 - logratio).mean()  # estimates KL(π_old, π) without bias, ≥ 0
-            clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
-            # PPO, Eq. (9): loss = E[−L^CLIP + c_v ½ (V_θ − R)² − c_e H]
-            loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
-            row = averaged(torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach())
-            seen.append(row)
-            stop = args.target_kl is not None and row[LOSSES.index("approx_kl")] > args.target_kl
-            if stop:
-                break
-            model.gradient.zero_()  # the parameters' gradients are views of it: `make_optimizer`
-            loss.backward()
-            norm = float(averaged(model.gradient).norm())
-            if not math.isfinite(norm):  # before it reaches the weights
-                raise FloatingPointError("no finite gradient: lower --learning-rate?")
-            model.gradient.mul_(min(1, args.max_grad_norm / (norm + 1e-6)))  # as clip_grad_norm_
-            optimizer.step()
-        if stop:
+        epoch, completed = run_epoch(model, optimizer, batch, args, clip_coef, generator)
+        rows += epoch
+        if not completed:
             break
-    return dict(zip(LOSSES, torch.stack(seen).mean(dim=0).tolist(), strict=True))
+    return mean_row(rows)
+
+
+def run_epoch(model, optimizer, batch, args, clip_coef, generator):
+    """Take one gradient step for each minibatch, unless the policy moves beyond --target-kl.
+
+    Returns the list of the minibatches' numbers, and whether the epoch was completed.
+    """
+    rows = []
+    for mb in minibatches(batch, args, generator):
+        loss, row = minibatch_loss(model, mb, args, clip_coef)
+        rows.append({name: averaged(value.detach()) for name, value in row.items()})
+        if args.target_kl and rows[-1]["approx_kl"] > args.target_kl:
+            return rows, False
+        gradient_step(model, optimizer, loss, args.max_grad_norm)
+    return rows, True
+
+
+def minibatches(batch, args, generator):
+    """Shuffle the rows and cut them into the B minibatches of an epoch, dicts of (M, ...).
+
+    With several ranks each gets its share of every minibatch, normalised by the whole minibatch.
+    """
+    order = torch.randperm(len(batch["obs"]), generator=generator).to(batch["obs"].device)
+    for rows in order.chunk(args.num_minibatches):
+        # Gather for each minibatch: all pictures in a new order would take much memory.
+        mb = {name: column.index_select(0, rows) for name, column in batch.items()}
+        if args.norm_adv == "minibatch":
+            mb["advantages"] = normalised(mb["advantages"])
+        yield own_rows(mb)
 
 
 def normalised(advantages):
-    """Return advantages with mean 0, deviation 1: one learning rate for rewards of any scale."""
+    """Return advantages with mean 0 and σ 1: one learning rate then suits rewards of any scale."""
     std, mean = torch.std_mean(advantages)
     return (advantages - mean) / (std + 1e-8)
+
+
+def gradient_step(model, optimizer, loss, max_grad_norm):
+    """Take one step of the optimizer down the loss, with the gradient's norm clipped."""
+    optimizer.zero_grad()
+    loss.backward()
+    average_gradients(model)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    if not math.isfinite(norm):  # stop before the weights are lost
+        raise FloatingPointError("no finite gradient: lower --learning-rate? --norm-value?")
+    optimizer.step()
+
+
+def mean_row(rows):
+    """Return the means of a list of dicts of scalar tensors, as a dict of numbers."""
+    means = {}
+    for name in rows[0]:
+        means[name] = float(torch.stack([row[name] for row in rows]).mean())
+    return means
 
 
 # ------------------------------------------------------------------------------------ model
@@ -324,7 +450,9 @@ def make_model(args):
         enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if enough else "cpu"
     device = torch.device(device)
-    bf16 = args.precision == "bf16" or args.precision == "auto" and has_bf16(device)
+    bf16 = args.precision == "bf16"
+    if args.precision == "auto":
+        bf16 = has_bf16(device)
     return Model(action_space, bf16).to(device)
 
 
@@ -332,22 +460,28 @@ def has_bf16(device):
     """Return whether a device computes in bfloat16 faster than in float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    able = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
-    without_amx = able.get("avx512_bf16") and not able.get("avx512_fp16")  # slower on Intel's
-    return bool(able.get("amx_bf16") or without_amx)
+    if device.type != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
+        return False
+    able = torch.cpu.get_capabilities()
+    # Intel's processors with AVX512-BF16 but without AMX are slower in bfloat16.
+    is_fast_without_amx = able.get("avx512_bf16") and not able.get("avx512_fp16")
+    return bool(able.get("amx_bf16") or is_fast_without_amx)
 
 
 class Model(nn.Module):
-    """Policy and value function: three convolutions, 512 features, a head for each. The layers
-    under the heads compute in bfloat16 if `bf16`; weights and heads are float32."""
+    """Policy and value function: three convolutions, 512 features, a head for each.
 
-    inputs, stored = ("obs",), ("obs", "actions")  # of `forward`, by a rollout
-    device = property(lambda model: model.value.weight.device)  # where it computes
+    The layers under the heads compute in bfloat16 if `bf16`; weights and heads are float32.
+    """
+
+    inputs = ["obs"]  # what `forward` takes
+    stored = ["obs", "actions"]  # what a rollout records of the policy
 
     def __init__(self, action_space, bf16=False):
         super().__init__()
-        self.action_space, self.bf16 = action_space, bf16
-        self.actor = self.critic = nn.Sequential(
+        self.action_space = action_space
+        self.bf16 = bf16
+        self.actor = nn.Sequential(
             layer_init(nn.Conv2d(4, 32, 8, stride=4)),  # (M, 32, 20, 20)
             nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),  # (M, 64, 9, 9)
@@ -358,39 +492,59 @@ class Model(nn.Module):
             layer_init(nn.Linear(64 * 7 * 7, 512)),
             nn.ReLU(),
         )
-        self.head = Categorical(512, [int(action_space.n)])
-        layer_init(self.head.logits, 0.1)  # labml's √0.01; Categorical's own gain is 0.01
-        self.value = layer_init(nn.Linear(512, 1), 1.0)
+        self.critic = self.actor  # both heads see the same features
+        self.head = Categorical(512, int(action_space.n))
+        layer_init(self.head.logits, gain=0.1)  # labml's √0.01 in place of 0.01
+        self.value = layer_init(nn.Linear(512, 1), gain=1.0)
+
+    @property
+    def device(self):
+        """The device that the model computes on."""
+        return self.value.weight.device
 
     def forward(self, obs):
-        """Pictures (..., 84, 84, 4) in uint8 → log-probabilities pi (..., n), values (...)."""
+        """Return log-probabilities pi (..., n) and values (...) of pictures (..., 84, 84, 4)."""
         h = self.features(obs)
         return self.head(h), self.value(h).squeeze(-1)
 
     def features(self, obs):
-        """Pictures (..., 84, 84, 4) in uint8 → what the heads see, of `policy` too, (..., 512)."""
+        """Return what the heads see, (..., 512), of pictures (..., 84, 84, 4) in uint8."""
         assert obs.shape[-3:] == (84, 84, 4) and obs.dtype == torch.uint8
         x = obs.flatten(0, -4).permute(0, 3, 1, 2)  # (M, 4, 84, 84), in memory channels last
         with self.autocast():
-            h = self.actor(x.to(torch.bfloat16 if self.bf16 else torch.float32).div_(255))
+            dtype = torch.bfloat16 if self.uses_bf16() else torch.float32
+            x = x.to(dtype)
+            h = self.actor(x.div_(255))
         return h.float().view(*obs.shape[:-3], -1)
 
-    def autocast(self, enabled=True):
-        """Return the context in which layers compute in bfloat16, if so; it casts weights once."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled and self.bf16)
+    def uses_bf16(self):
+        """Whether layers compute in bfloat16; not for ONNX, whose runtimes may not have it."""
+        return self.bf16 and not torch.onnx.is_in_onnx_export()
 
+    def autocast(self, enabled=True):
+        """Return the context in which layers compute in bfloat16, if they do."""
+        enabled = enabled and self.uses_bf16()
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
+    @torch.no_grad()
     def policy(self, obs, noise=None):
-        """Pictures (M, 84, 84, 4) → actions (M,): samples from noise (M, n), else the mode. Also
-        returns None, for the memory that policies of `ppo.py` may have."""
-        if torch.onnx.is_in_onnx_export():  # other runtimes may not have bfloat16
-            self.bf16 = False
+        """Return actions (M,) for pictures (M, 84, 84, 4), and None for a memory that is not there.
+
+        The actions are samples made from noise (M, n), or the policy's mode without it.
+        """
         h = self.features(obs)
-        with self.autocast(enabled=False):  # float32 for the head, in `play_steps` too
+        with self.autocast(enabled=False):  # the head computes in float32, in `play` too
             return self.head.sample(self.head(h), noise), None
 
     def act(self, arrays, noise=None):
-        """Set actions for what the games show: samples from noise (N, n), else the mode."""
-        actions, _ = self.policy(torch.from_numpy(arrays["obs"]).to(self.device), noise)
+        """Set the actions for what the games show: samples from noise (N, n), or the mode.
+
+        `arrays` holds NumPy arrays (N, ...), and noise is one too.
+        """
+        obs = torch.from_numpy(arrays["obs"]).to(self.device)
+        if noise is not None:
+            noise = torch.from_numpy(noise).to(self.device)
+        actions, _ = self.policy(obs, noise)
         arrays["actions"][:] = actions.cpu().numpy()
 
 
@@ -403,65 +557,53 @@ def layer_init(layer, gain=2**0.5):
 
 
 class Categorical(nn.Module):
-    """Policy head for Discrete, MultiDiscrete, MultiBinary: independent choices, logits in a row.
-    `options` are the choices' numbers of options, [n] for Discrete(n); `shape` is an action's."""
+    """Policy head for n actions."""
 
-    def __init__(self, features, options, shape=()):
+    def __init__(self, features, n):
         super().__init__()
-        self.options, self.shape, self.n = options, shape, sum(options)
-        self.logits = layer_init(nn.Linear(features, self.n), 0.01)
-        offsets = torch.tensor([0, *options[:-1]]).cumsum(0)  # of each choice's logits
-        self.register_buffer("offsets", offsets, persistent=False)
+        self.n = n
+        self.logits = layer_init(nn.Linear(features, n), gain=0.01)
 
-    def forward(self, h, action_mask=None):
-        """Features (M, F), flags of allowed options (M, n) or None → log-probabilities (M, n)."""
-        logits = self.logits(h)
-        if action_mask is not None:  # −1e8: π is exactly 0, but π log π is no NaN, as it is with −∞
-            logits = logits.where(action_mask, -1e8)
-        if len(self.options) == 1:  # an update of CartPole's takes 6 % less without split and cat
-            return logits.log_softmax(-1)
-        return torch.cat([part.log_softmax(-1) for part in logits.split(self.options, -1)], -1)
+    def forward(self, h):
+        """Return log-probabilities (M, n) for features (M, F)."""
+        return self.logits(h).log_softmax(-1)
 
     def noise(self, batch, generator):
-        """Standard Gumbel noise, (batch, n)."""
+        """Return standard Gumbel noise, (batch, n)."""
         return -torch.empty(batch, self.n).exponential_(generator=generator).log()
 
     def sample(self, logp, noise=None):
-        """Actions (M, ...): argmax(log π + Gumbel noise) has the law of π; no noise: the mode."""
-        parts = (logp if noise is None else logp + noise).split(self.options, -1)
-        actions = torch.stack([part.argmax(-1) for part in parts], -1)
-        return actions.view(*logp.shape[:-1], *self.shape)
+        """Return actions (M,): argmax(log π + Gumbel noise) has the law of π. Or the mode."""
+        scores = logp if noise is None else logp + noise
+        return scores.argmax(-1)
 
     def log_prob(self, logp, action):
-        """log π(a|s), the sum over the choices, (M,)."""
-        columns = action.reshape(*logp.shape[:-1], -1) + self.offsets
-        return logp.gather(-1, columns).sum(dim=-1)
+        """Return log π(a|s), (M,)."""
+        return logp.gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
-    def entropy(self, logp):
-        """H = −Σ π log π, (M,)."""
+    def entropy(self, logp, logprobs=None):
+        """Return H = −Σ π log π, (M,). `logprobs` is not needed."""
         return -(logp.exp() * logp).sum(dim=-1)
 
 
 # ------------------------------------------------------------------------------------ speed
-def make_optimizer(model):
-    """Return Adam for one vector of all parameters: faster than for many small tensors. The
-    parameters become views of it, their gradients views of `model.gradient`."""
-    parameters, sizes = [*model.parameters()], [p.numel() for p in model.parameters()]
-    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
-    vector.grad = model.gradient = torch.zeros_like(vector)
-    parts = vector.detach().split(sizes), vector.grad.split(sizes)
-    for parameter, values, gradient in zip(parameters, *parts, strict=True):
-        parameter.data, parameter.grad = values.view_as(parameter), gradient.view_as(parameter)
-    optimizer = torch.optim.Adam([vector], eps=1e-5, fused=True)
-    optimizer.zero_grad = lambda set_to_none=False: model.gradient.zero_()  # None would cut them
-    return optimizer
+@functools.cache
+def compiled_losses():
+    """Return `losses` compiled into CUDA graphs. On a GPU that halves an update."""
+    return torch.compile(losses, mode="reduce-overhead")
 
 
 def keep_freed_memory():
-    """Have glibc keep what is freed: new pages for every array cost up to a quarter of the time."""
+    """Have glibc keep the memory that is freed.
+
+    New pages for every large array cost up to a quarter of the time.
+    """
+    M_TRIM_THRESHOLD = -1
+    M_MMAP_MAX = -4
     with suppress(AttributeError, TypeError):  # another C library
-        mallopt, M_TRIM_THRESHOLD, M_MMAP_MAX = ctypes.CDLL(None).mallopt, -1, -4
-        mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 # ------------------------------------------------------------------------------------ games
@@ -471,47 +613,89 @@ def game_name(name):
 
     gym.register_envs(ale_py)
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
-    games = [id[4:-3] for id in gym.registry if re.fullmatch(r"ALE/.*-v5", id)]
     game = re.sub(r"^ALE/|(NoFrameskip|Deterministic)?-v\d+$", "", name)
-    return next((known for known in games if known.lower() == game.lower()), game)
+    for known in gym.registry:
+        match = re.fullmatch(r"ALE/(.*)-v5", known)
+        if match and match[1].lower() == game.lower():
+            return match[1]
+    return game
 
 
 def make_env(env_id, sticky_actions=0.0, full_action_space=False, render_mode=None):
     """Return the Gymnasium env of a game, one frame per step."""
-    options = {"frameskip": 1, "repeat_action_probability": sticky_actions}
-    options |= {"full_action_space": full_action_space, "render_mode": render_mode}
-    options["obs_type"] = "ram"  # small: `Game` looks at the screen itself, not at every frame
-    env = gym.make(f"ALE/{game_name(env_id)}-v5", disable_env_checker=True, **options)
+    env = gym.make(
+        f"ALE/{game_name(env_id)}-v5",
+        frameskip=1,
+        repeat_action_probability=sticky_actions,
+        full_action_space=full_action_space,
+        render_mode=render_mode,
+        obs_type="ram",  # it is small: `Game` looks at the screen itself, not at every frame
+        disable_env_checker=True,
+    )
     env.metadata = env.metadata | {"render_fps": 60}
     return env
 
 
-class Game:
-    """An Atari game as the policy sees it (Mnih et al. 2015): row n of the arrays that all share.
-    An action lasts `frameskip` frames. The maximum of the last two, grey, shrunk to 84 × 84, is a
-    picture; the last four pictures are the observation, (84, 84, 4). An episode ends with a life,
-    the next one goes on with the same game unless that is over. Rewards are the score's sign;
-    `ended`, the return (the true score) and the length (in steps) are of whole games, not lives."""
+def to_env(action, space, as_array=np.asarray):
+    """Return an action as the env takes it: clipped to a Box's bounds, counted from `start`.
 
-    def __init__(self, args, n, seed, arrays, **options):
-        self.name, self.n, self.seed, self.args, self.arrays = args.env, n, seed, args, arrays
+    The policy's log π is of the action before clipping. `as_array` is torch.as_tensor for tensors.
+    """
+    if isinstance(space, gym.spaces.Box):
+        return action.clip(as_array(space.low), as_array(space.high))
+    return action + as_array(getattr(space, "start", 0))
+
+
+class Game:
+    """An Atari game as the policy sees it (Mnih et al. 2015). It is row n of the arrays of all.
+
+    An action lasts `frameskip` frames. A picture is the maximum of the last two frames, grey,
+    shrunk to 84 × 84. The last four pictures are the observation, (84, 84, 4). Rewards are the sign
+    of the score.
+
+    An episode ends with a life, and the next one goes on with the same game unless that is over.
+    `ended`, the return (the true score) and the length (in steps) are of whole games, not of lives.
+    `finished` says that a game has ended since `start`, and `first_return` is its score.
+    """
+
+    def __init__(self, args, n, seed, arrays, video=None, **options):
+        self.name = args.env
+        self.n = n
+        self.seed = seed
+        self.args = args
+        self.arrays = arrays
         self.env = make_env(args.env, args.sticky_actions, args.full_action_space, **options)
-        self.close = self.env.close
-        self.ale, self.obs = self.env.unwrapped.ale, arrays["obs"][n]
+        if video:
+            self.env = first_episode_video(self.env, video)
+        self.ale = self.env.unwrapped.ale
+        self.obs = arrays["obs"][n]  # (84, 84, 4)
+
         actions = self.env.unwrapped.get_action_meanings()
         self.noop_max = args.noop_max if actions[0] == "NOOP" else 0  # in Backgammon it is FIRE
         self.fire = actions.index("FIRE") if args.fire and "FIRE" in actions else None
-        self.screens = np.zeros((2, *self.ale.getScreenDims()), np.uint8)  # last, the one before
-        self.game_over, self.score, self.length = True, 0.0, 0
 
-    def start(self, states=None):
-        """Start from the game's seed, or go on from its state among those of all N games."""
-        if states and states[self.n]:
-            try:
-                return self.set_state(states[self.n])
-            except Exception as error:  # of any kind, if the env's packages are others than then
-                report(f"{self.name} starts a new episode: {one_line(error)}")
-        self.reset(self.seed)
+        self.screens = np.zeros((2, *self.ale.getScreenDims()), np.uint8)  # the last, one before
+        self.game_over = True
+        self.lives = 0
+        self.score = 0.0
+        self.length = 0
+        self.last_game = None  # score and length of the game that the last step ended, if it did
+
+    def start(self, state=None):
+        """Start a game, or take up the one of a saved state.
+
+        Returns None, or a line that says why the saved game could not be taken up.
+        """
+        self.arrays["finished"][self.n] = False
+        if state is None:
+            self.reset(self.seed)
+            return None
+        try:
+            self.set_state(pickle.loads(state))
+            return None
+        except Exception as error:  # the env's packages may have changed, so it may be any
+            self.reset(self.seed)
+            return one_line(error)
 
     def reset(self, seed=None):
         """Start an episode: with the next life, or a new game if it is over or with a seed."""
@@ -524,20 +708,26 @@ class Game:
         if self.game_over:  # these presses have ended it
             self.reset()
         else:
-            self.obs[:] = self.picture()[..., None]
+            self.obs[:] = self.picture()[..., np.newaxis]
 
     def new_game(self, seed):
-        """Start a new game; return and length of the one before stay in `last_game`."""
-        self.last_game, self.score, self.length = (self.score, self.length), 0.0, 0
+        """Start a new game; score and length of the one before stay in `last_game`."""
+        self.last_game = (self.score, self.length)
+        self.score = 0.0
+        self.length = 0
         self.env.reset(seed=seed)
-        noops = self.env.unwrapped.np_random.integers(self.noop_max) + 1 if self.noop_max else 0
+        noops = 0
+        if self.noop_max:
+            noops = self.env.unwrapped.np_random.integers(self.noop_max) + 1
         for _ in range(noops):
             _, reward, terminated, truncated, _ = self.env.step(0)
             self.score += reward
             if terminated or truncated:
                 self.score = 0.0
                 self.env.reset()
-        self.game_over, self.lives = False, self.ale.lives()
+
+        self.game_over = False
+        self.lives = self.ale.lives()
         self.ale.getScreenGrayscale(self.screens[0])
         self.screens[1] = 0
 
@@ -548,7 +738,8 @@ class Game:
             _, reward, terminated, truncated, info = self.env.step(action)
             score += reward
             self.game_over = terminated or truncated
-            terminated |= self.args.episodic_life and info["lives"] < self.lives
+            if self.args.episodic_life and info["lives"] < self.lives:
+                terminated = True
             self.lives = info["lives"]
             if terminated or truncated:
                 break
@@ -563,92 +754,188 @@ class Game:
         return cv2.resize(self.screens[0], (84, 84), interpolation=cv2.INTER_AREA)
 
     def step(self):
-        """Take one step, start the next episode if this one ended: then `next_obs` is its last
-        observation, and `obs` the next one's first."""
-        arrays, n = self.arrays, self.n
-        score, terminated, truncated = self.press(int(arrays["actions"][n]))
-        self.length, self.last_game = self.length + 1, None  # unless `new_game` sets it below
-        # The four pictures are the four bytes of a number: a shift is much faster than np.roll.
-        pictures = self.obs.view("<u4")[..., 0]
-        pictures >>= 8
-        pictures |= self.picture().astype("<u4") << 24
-        arrays["next_obs"][n], arrays["rewards"][n] = self.obs, np.sign(score)
-        arrays["terminated"][n], arrays["truncated"][n] = terminated, truncated and not terminated
+        """Take one step, and start the next episode if this one has ended.
+
+        `next_obs` is then the ended one's last observation, and `obs` the next one's first.
+        """
+        a = self.arrays
+        n = self.n
+        self.last_game = None
+        score, terminated, truncated = self.press(int(a["actions"][n]))
+        self.length += 1
+        self.obs[..., :-1] = self.obs[..., 1:]
+        self.obs[..., -1] = self.picture()
+        a["next_obs"][n] = self.obs
+        a["rewards"][n] = np.sign(score)
+        a["terminated"][n] = terminated
+        a["truncated"][n] = truncated and not terminated
+
         if terminated or truncated:
             self.reset()
-        game = self.last_game or (self.score, self.length)
-        arrays["ended"][n] = self.last_game is not None
-        arrays["episode_return"][n], arrays["episode_length"][n] = game
+        ended = self.last_game is not None  # `new_game` has set it
+        game = self.last_game if ended else (self.score, self.length)
+        a["ended"][n] = ended
+        a["episode_return"][n], a["episode_length"][n] = game
+        if ended and not a["finished"][n]:
+            a["finished"][n] = True
+            a["first_return"][n] = a["episode_return"][n]
 
     def get_state(self):
-        """Return what `set_state` needs beside the arrays to go on as if nothing had happened, but
-        for a sticky action, which ALE does not tell, and Qbert and Tetris: it keeps less."""
-        kept = {k: getattr(self, k) for k in "seed screens game_over score length lives".split()}
-        return kept, self.ale.cloneState(include_rng=True), self.env.unwrapped.np_random
+        """Return, as bytes, what `set_state` needs beside the arrays to go on with this game.
+
+        ALE does not tell a sticky action, and of Qbert and Tetris it keeps less than it needs.
+        """
+        state = {
+            "seed": self.seed,
+            "screens": self.screens,
+            "game_over": self.game_over,
+            "lives": self.lives,
+            "score": self.score,
+            "length": self.length,
+            "ale": self.ale.cloneState(include_rng=True),
+            "np_random": self.env.unwrapped.np_random,
+        }
+        return pickle.dumps(state)
 
     def set_state(self, state):
         """Go on from the state of a game like this one."""
         self.env.reset()
-        kept, ale_state, self.env.unwrapped.np_random = state
-        vars(self).update(kept)
-        self.ale.restoreState(ale_state)
+        self.env.unwrapped.np_random = state["np_random"]
+        self.ale.restoreState(state["ale"])
+        self.seed = state["seed"]
+        self.screens = state["screens"]
+        self.game_over = state["game_over"]
+        self.lives = state["lives"]
+        self.score = state["score"]
+        self.length = state["length"]
+
+    def close(self):
+        """Close the env."""
+        self.env.close()
+
+
+def first_episode_video(env, folder):
+    """Return the env with a wrapper that films its first episode, a file .mp4 in the folder."""
+    return gym.wrappers.RecordVideo(
+        env, folder, episode_trigger=lambda episode: episode == 0, disable_logger=True
+    )
 
 
 class Games:
-    """The games of one worker, those in `rows` of all N, and the `model` that plays rollouts."""
+    """The games of one process, those in `rows` of all N, and the model that plays them."""
 
-    def __init__(self, args, model, seeds, rows, arrays, **options):
-        if multiprocessing.parent_process():  # a worker has one core
+    def __init__(self, args, model, seeds, rows, arrays, buffer, **options):
+        if multiprocessing.parent_process():  # this is a worker, which has one core
             cv2.setNumThreads(1)
         own = slice(rows[0], rows[-1] + 1)
-        self.arrays = {name: array[own] for name, array in arrays.items() if name[0] != "*"}
-        self.model, self.buffer = model, shared_buffer(arrays, own)
+        self.model = model
+        self.arrays = {name: array[own] for name, array in arrays.items()}
+        self.buffer = {name: array[:, own] for name, array in buffer.items()}
+        self.busy = None  # the game that is at work, and what it does
         self.games = [Game(args, n, int(seeds[n]), arrays, **options) for n in rows]
 
-    def call(self, command, *arguments):
-        """Have one game after the other carry out a command. Returns their answers."""
-        if command == "rollout":  # T steps of all of them
-            return play_steps(self)
-        answers = []
+    def call(self, command, *arguments, **options):
+        """Carry out a command. If a game fails, GameError says which one, and in what."""
         try:
-            for game in self.games:
-                answers.append(getattr(game, command)(*arguments))
+            return getattr(self, command)(*arguments, **options)
         except (Exception, SystemExit) as error:
-            what = f"{game.name} (seed {game.seed}) failed in {command}: {one_line(error)}"
+            if self.busy is None:  # the failure is not a game's
+                raise
+            game, doing = self.busy
+            what = f"{game.name} (seed {game.seed}) failed in {doing}: {one_line(error)}"
             raise GameError(f"{what}\n{traceback.format_exc()}") from None
-        return answers
 
+    def start(self, states=None):
+        """Start all games, from those of the N saved `states` that there are.
 
-def shared_buffer(arrays, rows=slice(None)):
-    """Return the rollout's buffer among the shared arrays, {name: (T, N, ...)}, for these games."""
-    return {name[1:]: array[:, rows] for name, array in arrays.items() if name[0] == "*"}
+        Returns a line for each game whose saved state was of no use.
+        """
+        problems = []
+        for game in self.games:
+            self.busy = (game, "reset")
+            state = states[game.n] if states else None
+            problems.append(game.start(state))
+        self.busy = None
+        return [problem for problem in problems if problem]
+
+    def step(self):
+        """Step one game after the other."""
+        for game in self.games:
+            self.busy = (game, "step")
+            game.step()
+        self.busy = None
+
+    def play(self, num_steps, **how):
+        """Play a number of steps, see the function `play`."""
+        play(self, num_steps, **how)
+
+    def get_state(self):
+        """Return the list of the games' states."""
+        return [game.get_state() for game in self.games]
+
+    def close(self):
+        """Close all games, also after one that fails in it."""
+        failure = None
+        for game in self.games:
+            try:
+                game.close()
+            except (Exception, SystemExit) as error:
+                self.busy = (game, "close")
+                failure = error
+        if failure:
+            raise failure
 
 
 def game_seeds(args, starts):
-    """Return the seeds of this rank's games, (N,): others each time that games start anew."""
+    """Return the seeds of this rank's games, (N,): other ones each time that games start anew."""
     seeds = np.random.SeedSequence([args.seed, starts]).generate_state(args.num_envs)
     return np.split(seeds, NUM_RANKS)[RANK]
 
 
 def make_pool(args, model, seeds, num_workers, num_steps=None, **options):
-    """Return the pool of one game per seed. Its workers play with its `player`, the model if on a
-    CPU, else a copy. Arrays of the last step are (N, ...), the rollout's are (T, N, ...), *name."""
+    """Return the pool of one game per seed, with a buffer for `num_steps` steps (default: T)."""
     keep_freed_memory()
-    T, N, frames = args.num_steps if num_steps is None else num_steps, len(seeds), (84, 84, 4)
-    arrays = {"obs": (frames, "uint8"), "next_obs": (frames, "uint8"), "rewards": ((), "float32")}
-    arrays |= {name: ((), "bool") for name in ("terminated", "truncated", "ended")}
-    arrays |= {"episode_return": ((), "float64"), "episode_length": ((), "int64")}
-    arrays |= {"actions": ((), "int64"), "noise": ((model.head.n,), "float32")}
-    layout = {name: ((N, *shape), dtype) for name, (shape, dtype) in arrays.items()}
-    layout |= {f"*{name}": ((T, N, *shape), dtype) for name, (shape, dtype) in arrays.items()}
-    player = model
-    if T and model.device.type != "cpu":
-        player = copy.deepcopy(model).cpu().share_memory()
-        player.bf16, player.gradient = model.bf16 and has_bf16(player.device), None
-    games = functools.partial(Games, args, player, seeds, **options)
-    pool = WorkerPool(games, layout, N, num_workers)
-    pool.player = player
-    return pool
+    frames = (84, 84, 4)
+
+    # Shape and type of what one game shows and does.
+    entries = {"obs": (frames, "uint8"), "next_obs": (frames, "uint8"), "actions": ((), "int64")}
+    entries["rewards"] = ((), "float32")
+    for name in ("terminated", "truncated", "ended", "finished"):
+        entries[name] = ((), "bool")
+    for name in ("episode_return", "first_return"):
+        entries[name] = ((), "float64")
+    entries["episode_length"] = ((), "int64")
+    entries["noise"] = ((model.head.n,), "float32")
+
+    T = num_steps or args.num_steps
+    shown = sorted(set(entries) - {"noise"})
+    arrays = layout(entries, shown, (len(seeds),))
+    buffer = layout(entries, [*model.stored, *RESULTS, "noise"], (T, len(seeds)))
+
+    player = model_of_workers(model) if num_workers else model
+    make_games = functools.partial(Games, args, player, seeds, **options)
+    return WorkerPool(make_games, arrays, buffer, len(seeds), num_workers, player)
+
+
+def layout(entries, names, leading):
+    """Return {name: (shape, type)} of the arrays `names`: leading axes, then an entry's own."""
+    found = {}
+    for name in names:
+        shape, dtype = entries[name]
+        found[name] = (leading + shape, dtype)
+    return found
+
+
+def model_of_workers(model):
+    """Return the model that workers play with, in shared memory, where they see every update.
+
+    A model on a GPU stays there, and a copy for the CPU plays: `WorkerPool.play` keeps it current.
+    """
+    if model.device.type != "cpu":
+        bf16 = model.bf16
+        model = copy.deepcopy(model).cpu()
+        model.bf16 = bf16 and has_bf16(model.device)
+    return model.share_memory()
 
 
 # ------------------------------------------------------------------------------------ worker pool
@@ -656,93 +943,174 @@ class GameError(RuntimeError):
     """A game or a worker failed: a line that says which and how, then the game's own traceback."""
 
 
-class WorkerPool:
-    """N games in `num_workers` processes, 0: in this one, made by `make_games(rows, arrays)`.
-    What games and policy show each other is in `arrays`, which all processes share; only commands
-    and answers go through pipes. Raises GameError when a game raises or a worker dies."""
+def num_cores():
+    """Return the number of cores that this process may use, its share if torchrun started it."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
-    def __init__(self, make_games, layout, num_envs, num_workers, start_method=None):
-        # A fork shares the memory of all imported libraries, but is safe on Linux only.
-        start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
-        context, shared, self.workers = multiprocessing.get_context(start_method), {}, []
-        for name, (shape, dtype) in layout.items():
-            # Multiples of 64 bytes align all arrays alike: torch's rounding may depend on that.
-            size = math.prod(shape) * np.dtype(dtype).itemsize // 64 * 64 + 64
-            shared[name] = shape, dtype, context.RawArray("b", size)
-        self.arrays = {name: np.ndarray(*array) for name, array in shared.items()}
-        self.games = None if num_workers else make_games(range(num_envs), self.arrays)
-        for rows in np.array_split(range(num_envs), min(num_workers, num_envs) or 1)[:num_workers]:
+
+class WorkerPool:
+    """N games in `num_workers` processes, or in this one if that is 0.
+
+    `make_games(rows, arrays, buffer)` makes the games in `rows`. What games and policy show each
+    other lies in `arrays`, the recorded steps in `buffer`. All processes share both; only commands
+    and answers go through pipes. `player` is the model that plays the games. Raises GameError when
+    a game raises or a worker dies.
+    """
+
+    def __init__(
+        self, make_games, arrays, buffer, num_envs, num_workers, player, start_method=None
+    ):
+        if start_method is None:
+            # A fork shares the memory of all imported libraries, but it is safe on Linux only.
+            start_method = "fork" if sys.platform == "linux" else "spawn"
+        context = multiprocessing.get_context(start_method)
+        shared = [shared_memory(context, names) for names in (arrays, buffer)]
+        self.arrays, self.buffer = [as_arrays(memory) for memory in shared]
+        self.player = player
+        self.games = None
+        self.workers = []
+        self.busy = False  # whether a command was sent and not answered
+
+        if num_workers == 0:
+            self.games = make_games(range(num_envs), self.arrays, self.buffer)
+            return
+        for rows in np.array_split(range(num_envs), min(num_workers, num_envs)):
             pipe, end = context.Pipe()
             child = context.Process(target=work, args=(end, make_games, rows, shared), daemon=True)
-            child.start(), end.close()
+            child.start()
+            end.close()
             self.workers.append((pipe, child))
 
-    def call(self, command, *arguments):
+    def play(self, model, num_steps, **how):
+        """Have the model play all games for a number of steps, see the function `play`."""
+        if self.player is not model:
+            self.player.load_state_dict(model.state_dict())
+        self.call("play", num_steps, **how)
+
+    def call(self, command, *arguments, **options):
         """Have all games carry out a command. Returns the list of the workers' answers."""
+        self.busy = True
         if self.games is not None:
-            return [self.games.call(command, *arguments)]
-        answers = []
+            answers = [self.games.call(command, *arguments, **options)]
+        else:
+            answers = self.ask_workers((command, arguments, options))
+        self.busy = False
+        return answers
+
+    def ask_workers(self, message):
+        """Send a message to all workers. Returns the list of their answers."""
         for pipe, _ in self.workers:
             with suppress(BrokenPipeError):  # a dead worker does not answer
-                pipe.send((command, *arguments))
+                pipe.send(message)
+
+        answers = []
         for i, (pipe, process) in enumerate(self.workers):
             try:
-                answers.append(pipe.recv())
+                answer = pipe.recv()
             except (EOFError, OSError):
                 process.join()
                 raise GameError(f"worker {i} died with exit code {process.exitcode}") from None
-            if isinstance(answers[i], GameError):
-                raise answers[i]
+            if isinstance(answer, GameError):
+                raise answer
+            answers.append(answer)
         return answers
 
     def close(self):
         """Close the games and end the processes, after 30 seconds (Ctrl-C: 5) busy ones too."""
-        self.games is None or self.games.call("close")
-        end = time.monotonic() + (5 if sys.exc_info()[0] is KeyboardInterrupt else 30)
-        with ExitStack() as stack:  # its end, reached by Ctrl-C too, kills whoever does not
+        if self.games is not None:
+            self.games.call("close")
+            return
+        patience = 5 if sys.exc_info()[0] is KeyboardInterrupt else 30
+        end = time.monotonic() + patience
+        with ExitStack() as stack:  # at its end, whatever happens, all that are left are killed
             for pipe, process in self.workers:
                 stack.callback(process.join)
                 stack.callback(process.kill)
                 with suppress(OSError):
-                    pipe.send(("close",))
+                    pipe.send(("close", (), {}))
             for _, process in self.workers:
                 process.join(max(0, end - time.monotonic()))
-            any(p.is_alive() for _, p in self.workers) and report("killed: workers with busy games")
+            if any(process.is_alive() for _, process in self.workers):
+                report("killed: workers with busy games")
+
+
+def shared_memory(context, names):
+    """Return {name: (shape, type, memory)} for arrays {name: (shape, type)}."""
+    shared = {}
+    for name, (shape, dtype) in names.items():
+        # All arrays have multiples of 64 bytes, and are aligned alike: rounding may depend on it.
+        size = math.prod(shape) * np.dtype(dtype).itemsize // 64 * 64 + 64
+        shared[name] = (shape, dtype, context.RawArray("b", size))
+    return shared
+
+
+def as_arrays(shared):
+    """Return {name: array} over shared memory."""
+    return {name: np.ndarray(*array) for name, array in shared.items()}
 
 
 def work(pipe, make_games, rows, shared):
     """Be a worker: make its games, have them carry out one command after the other, close them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # both signals are the main process's to handle;
-    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which a game's programs inherit
-    parent, command = multiprocessing.parent_process().sentinel, None
-    seeds = np.random.SeedSequence([torch.initial_seed(), RANK, int(rows[0])]).generate_state(2)
-    np.random.seed(seeds[0]), torch.manual_seed(int(seeds[1]))  # else games of all forks draw alike
-    torch.set_num_threads(1)  # a worker has one core; threads of before the fork would hang
+    # Both signals are the main process's to handle. SIGTERM is not ignored by SIG_IGN, which
+    # programs that a game starts would inherit.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    torch.set_num_threads(1)  # a worker has one core, and torch's threads do not survive a fork
+    seed_worker(int(rows[0]))
+
+    parent = multiprocessing.parent_process().sentinel
+    games = None
+    command = None
     try:
-        games = make_games(rows, {name: np.ndarray(*array) for name, array in shared.items()})
+        games = make_games(rows, *[as_arrays(memory) for memory in shared])
         while command != "close" and pipe in multiprocessing.connection.wait([pipe, parent]):
-            command, *arguments = pipe.recv()
-            pipe.send(games.call(command, *arguments))
+            command, arguments, options = pipe.recv()
+            pipe.send(games.call(command, *arguments, **options))
     except BaseException as error:  # also what would end a process without a word
+        if not isinstance(error, GameError):
+            what = f"a worker failed: {one_line(error)}"
+            error = GameError(f"{what}\n{traceback.format_exc()}")
         with suppress(OSError):  # the parent is gone
-            message = f"a worker failed: {one_line(error)}\n{traceback.format_exc()}"
-            pipe.send(error if isinstance(error, GameError) else GameError(message))
-    with suppress(Exception):  # there may be no games, or one that fails in this too
-        command == "close" or games.call("close")
+            pipe.send(error)
+    if games is not None and command != "close":
+        with suppress(Exception):  # a game may fail in this too
+            games.call("close")
+
+
+def seed_worker(first_row):
+    """Seed NumPy's and torch's global generators; else the games of all forks would draw alike."""
+    sequence = np.random.SeedSequence([torch.initial_seed(), RANK, first_row])
+    numpy_seed, torch_seed = sequence.generate_state(2)
+    np.random.seed(numpy_seed)
+    torch.manual_seed(int(torch_seed))
 
 
 # ------------------------------------------------------------------------------------ ranks
-# torchrun starts several processes, the ranks, to train one model. Each has its share of the games,
-# gets the rows of all, takes its share of each minibatch; then the ranks average their gradients.
+# torchrun starts several processes, the ranks, that train one model. Each rank has its share of the
+# games, receives the rows of all ranks and takes its share of every minibatch. Then the ranks
+# average their gradients.
 
 TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-RANK, NUM_RANKS = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if TORCHRUN else (0, 1)
+RANK = int(os.environ["RANK"]) if TORCHRUN else 0
+NUM_RANKS = int(os.environ["WORLD_SIZE"]) if TORCHRUN else 1
 
 
 def report(message):
-    """Print a message, once for all ranks; no error if nobody reads: `stop` is called anywhere."""
-    with suppress(OSError):
-        RANK or print(message, file=sys.stderr, flush=True)
+    """Print a message, once for all ranks. It is no error if nobody reads it."""
+    if RANK == 0:
+        with suppress(OSError):
+            print(message, file=sys.stderr, flush=True)
+
+
+def own_rows(mb):
+    """Return this rank's share of a minibatch."""
+    if NUM_RANKS == 1:
+        return mb
+    return {name: column[RANK::NUM_RANKS] for name, column in mb.items()}
 
 
 def gathered(buffer):
@@ -750,7 +1118,10 @@ def gathered(buffer):
     if NUM_RANKS == 1:
         return buffer
     parts = gathered_objects({name: column.cpu() for name, column in buffer.items()})
-    return {n: torch.cat([p[n] for p in parts], 1).to(buffer[n].device) for n in buffer}
+    whole = {}
+    for name, column in buffer.items():
+        whole[name] = torch.cat([part[name] for part in parts], dim=1).to(column.device)
+    return whole
 
 
 def gathered_objects(value):
@@ -772,84 +1143,142 @@ def averaged(tensor):
     return tensor
 
 
+def average_gradients(model):
+    """Replace the gradients by the means of the ranks' gradients."""
+    if NUM_RANKS > 1:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        vector = nn.utils.parameters_to_vector(gradients)
+        nn.utils.vector_to_parameters(averaged(vector), gradients)
+
+
 # ------------------------------------------------------------------------------------ run folder
-COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "starts": 0}
-CHARTS = "episodic_return episodic_length eval_return eval_cut learning_rate".split()
-LOSSES = "policy_loss value_loss entropy approx_kl clipfrac".split()  # as `update` stacks them
-TAGS = {"sps": "charts/SPS"} | {name: f"charts/{name}" for name in CHARTS}  # of TensorBoard
-TAGS |= {n: f"losses/{n}" for n in (*LOSSES, "explained_variance")}
-COLUMNS = [*(COUNTERS | TAGS)]  # of progress.csv
+COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0}
+CHARTS = ["episodic_return", "episodic_length", "eval_return", "eval_cut", "learning_rate"]
+LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"]
+# The names that TensorBoard shows, as CleanRL has them. Any other number is shown by its own name.
+TAGS = {"sps": "charts/SPS"}
+TAGS |= {name: f"charts/{name}" for name in CHARTS}
+TAGS |= {name: f"losses/{name}" for name in LOSSES}
+SHOWN = ["sps", "episodic_return", "eval_return", "eval_cut"]  # in the status line
 
 
 class Run(AbstractContextManager):
-    """A run of `train`: its games (`pool`), counters, folder, logged rows (`history`), and the
-    `signal` that stopped it, or None. Its end closes all and saves, after a game's failure too."""
+    """The life of a training run: it opens, counts, stops when asked to, saves and closes.
 
-    iteration = property(lambda run: run.counters["iteration"])  # how many are complete
+    `pool` has the games, `run_dir` is the folder, `history` the list of all logged rows, `counters`
+    say what is complete, and `signal` is the number of the signal that stopped the run, or None.
+    """
 
     def __init__(self, args, model, optimizer, generator):
-        self.args, self.model, self.optimizer, self.generator = args, model, optimizer, generator
-        self.counters, self.history, self.recent, self.signal = dict(COUNTERS), [], [], None
-        self.saved, self.again, self.run_dir = None, [], Path(args.resume or run_path(args))
-        with ExitStack() as self.stack:  # which closes what is open if this block fails
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                if threading.current_thread() is threading.main_thread():
-                    self.stack.callback(signal.signal, signum, signal.signal(signum, self.stop))
-            arrays, states = self.restore() if args.resume else ({}, None)
-            if NUM_RANKS > 1:
-                backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-                dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
-                self.stack.callback(dist.destroy_process_group)
-            seeds = game_seeds(args, self.counters["starts"])
-            pool = make_pool(args, model, seeds, args.num_workers)
-            self.pool = self.stack.enter_context(closing(pool))
-            if RANK == 0:
-                self.open_files()
-            for name, array in arrays.items():
-                self.pool.arrays[name][:] = array
-            self.stack, self.states, self.started = self.stack.pop_all(), states, None
+        self.args = args
+        self.model = model
+        self.optimizer = optimizer
+        self.generator = generator
+        self.run_dir = Path(args.resume or run_path(args))
 
-    def __exit__(self, kind, _, trace):
-        with self.stack:  # which closes all; first save, as a `break` out of train's loop has not
-            # A second Ctrl-C saves too if games are busy: one may hang, but no update is half done.
-            busy = any(f.f_code is WorkerPool.call.__code__ for f, _ in traceback.walk_tb(trace))
-            new = (not kind or kind is KeyboardInterrupt and busy) and self.saved != self.iteration
-            if new or kind in (GameError, BrokenPipeError):
-                self.save(with_games=not kind or kind is BrokenPipeError and NUM_RANKS == 1)
+        self.counters = dict(COUNTERS)
+        self.recent = []  # (return, length) of the last 100 episodes
+        self.starts = 0  # how often games have started, which their seeds depend on
+        self.signal = None
+        self.saved = None  # the iteration of the last checkpoint
+        self.began = None  # when the current iteration began
+        self.eval_pool = None
+
+        self.logger = Logger(self.run_dir, args)
+        with ExitStack() as self.stack:  # it closes what is open if this block fails
+            self.open()
+            self.stack = self.stack.pop_all()
+
+    @property
+    def iteration(self):
+        """How many iterations are complete."""
+        return self.counters["iteration"]
+
+    @property
+    def history(self):
+        """The list of all logged rows, dicts."""
+        return self.logger.history
+
+    def share_done(self):
+        """Return which share of the run's length is complete."""
+        return self.iteration / self.args.num_iterations
+
+    def open(self):
+        """Catch signals, restore a run that is resumed, make the games and open the files."""
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                before = signal.signal(signum, self.stop)
+                self.stack.callback(signal.signal, signum, before)
+
+        self.saved_games = self.restore() if self.args.resume else None
+        if NUM_RANKS > 1:
+            backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
+            self.stack.callback(dist.destroy_process_group)
+
+        seeds = game_seeds(self.args, self.starts)
+        pool = make_pool(self.args, self.model, seeds, self.args.num_workers)
+        self.pool = self.stack.enter_context(closing(pool))
+        if RANK == 0:
+            self.logger.open(self.stack, self.counters["global_step"] + 1)
+
+    def start_games(self):
+        """Start the games, or take up the saved ones of a run that is resumed."""
+        if not self.args.resume:
+            self.pool.call("start")
+            return
+        if self.saved_games is None:
+            self.pool.call("start")
+            report("all games start new episodes: their state was not saved, or by other ranks")
+            return
+
+        arrays, states = self.saved_games
+        self.saved_games = None  # it may be large
+        for name, array in arrays.items():
+            self.pool.arrays[name][:] = array
+        problems = sum(self.pool.call("start", states), [])
+        if problems:
+            report(f"{len(problems)} of {len(states)} games start new episodes: {problems[0]}")
 
     def stop(self, signum, _):
         """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
         if self.signal is None:
-            self.signal, self.asked = signum, time.monotonic()
+            self.signal = signum
+            self.asked = time.monotonic()
             report("stopping after this iteration; Ctrl-C once more to stop now")
         elif signum == signal.SIGINT and NUM_RANKS == 1 and time.monotonic() > self.asked + 1:
             report("stopped at once; iterations since the last checkpoint may be lost")
             raise KeyboardInterrupt
 
     def goes_on(self):
-        """Start the games at first. Return whether another iteration begins now; if not, save."""
-        if self.started is None:
-            self.pool.call("start", vars(self).pop("states"))  # may be large
-            for row in self.again:
+        """Return whether another iteration begins now. At the run's start, start the games."""
+        if self.began is None:
+            self.start_games()
+            for row in self.logger.take_unfinished():
                 self.log(row)
-        if self.args.eval_every and not (self.history or self.signal):
+        if self.args.eval_every and not self.history and not self.signal:
             self.log(dict(self.counters))
-        self.started = time.perf_counter()
-        agreed = max(gathered_objects(self.signal or 0))  # which any of the ranks has received
+
+        self.began = time.perf_counter()
+        agreed = max(gathered_objects(self.signal or 0))  # a signal that any rank has received
         self.signal = agreed or self.signal
-        going = self.iteration < self.args.num_iterations and not agreed
-        if not going and self.saved != self.iteration:
+        if self.share_done() < 1 and not agreed:
+            return True
+        if self.saved != self.iteration:
             self.save()
-        return going
+        return False
 
     def end_iteration(self, row, episodes, **counts):
         """Add up the `counts`, log the row and the episodes' (return, length), save at times."""
-        seconds = time.perf_counter() - self.started
-        for name, count in (counts | {"iteration": 1, "wall_seconds": seconds}).items():
+        seconds = time.perf_counter() - self.began
+        counts |= {"iteration": 1, "wall_seconds": seconds}
+        for name, count in counts.items():
             self.counters[name] += count
+
         self.recent = (self.recent + episodes)[-100:]
-        means = np.mean(self.recent or [(math.nan, math.nan)], axis=0).tolist()
-        row |= self.counters | dict(zip(("episodic_return", "episodic_length"), means))
+        mean_return, mean_length = np.mean(self.recent or [(math.nan, math.nan)], axis=0).tolist()
+        row |= self.counters
+        row |= {"episodic_return": mean_return, "episodic_length": mean_length}
         row["sps"] = round(counts["global_step"] / seconds)
         row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         self.log(row)
@@ -857,101 +1286,254 @@ class Run(AbstractContextManager):
             self.save()
 
     def log(self, row):
-        """Evaluate if it is due, add that to the row, write and print the row."""
-        args, done, total = self.args, self.iteration, self.args.num_iterations
+        """Evaluate if it is due, and write the row."""
         self.history.append(row)
         if RANK > 0:
             return
-        if args.eval_every and (done % args.eval_every == 0 or done == total):
-            row["eval_return"] = math.nan  # made again by --resume if it stays so
-            # New games: what wrappers have learned of observations is gone, as it is for --eval.
-            with closing(make_eval_pool(args, self.model)) as self.eval_pool:
-                returns, cut = evaluate(self.model, self.eval_pool, run=self)
-            if not self.signal:  # which has cut it short
-                row |= {"eval_return": float(returns.mean())} | ({"eval_cut": cut} if cut else {})
-        self.writer.writerow(row)
-        shown = {TAGS.get(k, k): row[k] for k in row if k not in COUNTERS and math.isfinite(row[k])}
-        values = [self.Summary.Value(tag=tag, simple_value=x) for tag, x in shown.items()]
-        self.events.file_writer.add_summary(self.Summary(value=values), row["global_step"])
-        line = f"update {done}/{total}  steps {row['global_step']:,}"
-        for name in ("sps", "episodic_return", "eval_return", "eval_cut"):
-            line += f"  {name} {row[name]:,.6g}" if name in row else ""
-        left = round(min(row["wall_seconds"] / max(done, 1) * (total - done), 1e9))
-        line += f"  ETA {datetime.timedelta(seconds=left)}" if done else ""
-        args.quiet or print(line, flush=True)
+        every = self.args.eval_every
+        if every and (self.iteration % every == 0 or self.share_done() >= 1):
+            row["eval_return"] = math.nan  # --resume evaluates again if it stays so
+            self.evaluate(row)
+        self.logger.write(row, self.share_done())
 
-    def open_files(self):
-        """Write config.json, open progress.csv and TensorBoard's file."""
-        from torch.utils.tensorboard import SummaryWriter, summary  # slow, and for training only
-
-        self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
-        options = {name: value for name, value in vars(self.args).items() if name not in NOT_KEPT}
-        versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
-        here = {"shell": True, "cwd": Path(__file__).resolve().parent}  # says nothing without git
-        git = subprocess.run("git rev-parse HEAD", **here, capture_output=True, text=True)
-        versions |= {"python": sys.version.split()[0], "git_commit": git.stdout.strip() or None}
-        config = {"options": options, "command": sys.argv, "versions": versions}
-        write_file(self.run_dir / "config.json", json.dumps(config, indent=2).encode())
-        file = (self.run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line
-        self.writer = csv.DictWriter(self.stack.enter_context(file), COLUMNS, extrasaction="ignore")
-        self.writer.writeheader()
-        self.writer.writerows(self.history)
-        begin = self.counters["global_step"] + 1 - len(self.again)  # later events are dropped
-        self.events = SummaryWriter(str(self.run_dir), purge_step=begin)
-        self.stack.callback(self.events.close)
-        self.Summary = summary.Summary  # one for all of an iteration's numbers: faster
-        plain = {k: v if type(v) in (int, float) else str(v) for k, v in options.items()}
-        self.events.file_writer.add_summary(summary.hparams(plain, {})[1])  # add_hparams: a new run
-        self.args.quiet or self.stack.callback(print, f"run folder: {self.run_dir}")
+    def evaluate(self, row):
+        """Add an evaluation to the row, unless a signal cuts it short."""
+        # The games are new each time, so that wrappers have not seen more than they do in --eval.
+        with closing(make_eval_pool(self.args, self.model)) as self.eval_pool:
+            returns, cut = evaluate(self.model, self.eval_pool, run=self)
+        if self.signal:
+            return
+        row["eval_return"] = float(returns.mean())
+        if cut:
+            row["eval_cut"] = cut
 
     def save(self, with_games=True):
-        """Write checkpoint.pt, games as bytes that only --resume unpickles; all ranks call this."""
-        games, file = None, io.BytesIO()
-        if with_games:
-            arrays = {k: a for k, a in self.pool.arrays.items() if k[0] != "*"}  # *: Atari's buffer
-            games = gathered_objects((arrays, sum(self.pool.call("get_state"), [])))
-            games = torch.frombuffer(bytearray(pickle.dumps(games)), dtype=torch.uint8)
+        """Write the checkpoint; all ranks call this."""
+        games = self.games_to_save() if with_games else None
         if RANK == 0:
-            self.events.flush()  # a checkpoint must not be ahead of TensorBoard's file
-            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-            state |= {"generator": self.generator.get_state(), "counters": self.counters}
-            history = json.loads(json.dumps(self.history, default=float))  # plain numbers
-            state |= {"history": history, "recent": self.recent, "games": games}
-            torch.save(state, file)
-            write_file(self.run_dir / "checkpoint.pt", file.getvalue())
+            self.logger.flush()  # a checkpoint must not be ahead of TensorBoard's file
+            Checkpoint(self.run_dir).save(self.state(), games)
         self.saved = self.iteration
         if with_games:
-            gathered_objects(None)  # nobody ends, which would end rank 0, before it has saved
+            # Barrier: no rank may exit before rank 0 has saved, or torchrun would kill it.
+            gathered_objects(None)
+
+    def state(self):
+        """Return all that a resumed run needs but for the games: tensors and plain values."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "counters": self.counters,
+            "starts": self.starts,
+            "history": json.loads(json.dumps(self.history, default=float)),  # plain numbers
+            "recent": self.recent,
+        }
 
     def restore(self):
-        """Go on from the checkpoint. Returns the arrays of this rank's games, and their states."""
-        state, parts = load_checkpoint(self.run_dir), []
-        with suppress(Exception):  # if a game has failed, or if packages are others than then
-            parts = pickle.loads(state["games"].numpy().tobytes())
-        fits = len(parts) == NUM_RANKS
-        if lost := sum(states.count(None) for _, states in parts) if fits else "all":
-            report(f"{lost} games start new episodes: one had failed, or their state is not kept")
-            state["counters"]["starts"] += 1
+        """Go on where the checkpoint left off. Returns (arrays, states) of the games, or None."""
+        state, games = Checkpoint(self.run_dir).load()
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
-        self.history, self.recent = state["history"], state["recent"]
-        if self.history and math.isnan(self.history[-1].get("eval_return", 0)):
-            self.again = [self.history.pop()]  # whose evaluation was not completed
-        self.counters, self.saved = state["counters"], state["counters"]["iteration"]
-        self.saved < self.args.num_iterations or report("run complete; longer: --num-iterations N")
-        return parts[RANK] if fits else ({}, None)
+        self.counters = state["counters"]
+        self.starts = state["starts"] + 1
+        self.recent = state["recent"]
+        self.logger.restore(state["history"])
+        self.saved = self.iteration
+        if self.share_done() >= 1:
+            report("run complete; longer: --num-iterations N")
+        return games
+
+    def games_to_save(self):
+        """Return (arrays, states) of every rank's games."""
+        states = sum(self.pool.call("get_state"), [])
+        return gathered_objects((self.pool.arrays, states))
+
+    def __exit__(self, kind, _, trace):
+        """Close everything. First save if `train` ended by a break or a failure that allows it."""
+        with self.stack:
+            # After a second Ctrl-C the state is whole if games were at work: no update had begun.
+            pools = [pool for pool in (self.pool, self.eval_pool) if pool]
+            in_games = kind is KeyboardInterrupt and any(pool.busy for pool in pools)
+            unsaved = self.saved != self.iteration
+            if kind in (GameError, BrokenPipeError) or unsaved and (kind is None or in_games):
+                nobody_reads_the_status = kind is BrokenPipeError and NUM_RANKS == 1
+                self.save(with_games=kind is None or nobody_reads_the_status)
+
+
+class AtariRun(Run):
+    """A run whose evaluations show in TensorBoard where the last game has ended."""
+
+    def evaluate(self, row):
+        """Add an evaluation to the row, unless a signal cuts it short."""
+        super().evaluate(row)
+        arrays = self.eval_pool.arrays
+        last = arrays["ended"].argmax()
+        picture = arrays["next_obs"][last, ..., -1]
+        self.logger.events.add_image("eval/end", picture, row["global_step"], dataformats="HW")
+
+
+class Logger:
+    """Writes a run's rows to progress.csv, TensorBoard and the terminal, and keeps them."""
+
+    def __init__(self, run_dir, args):
+        self.run_dir = run_dir
+        self.args = args
+        self.history = []
+        self.columns = list(COUNTERS | TAGS)  # progress.csv has these, and one for any new key
+        self.unfinished = []
+
+    def take_unfinished(self):
+        """Return the rows whose evaluation a stop had cut short. They are to be logged again."""
+        rows = self.unfinished
+        self.unfinished = []
+        return rows
+
+    def restore(self, history):
+        """Take over the rows of a run that is resumed."""
+        self.history = history
+        if history and math.isnan(history[-1].get("eval_return", 0)):
+            self.unfinished = [history.pop()]
+
+    def open(self, stack, first_step):
+        """Write config.json, open progress.csv and TensorBoard's file; the stack closes them."""
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, for training only
+
+        self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
+        options = write_config(self.run_dir, self.args)
+        file = (self.run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line
+        self.file = stack.enter_context(file)
+        self.rewrite()
+
+        # TensorBoard drops what a stopped run had logged beyond its last checkpoint.
+        purge_step = first_step - len(self.unfinished)
+        self.events = SummaryWriter(str(self.run_dir), purge_step=purge_step)
+        stack.callback(self.events.close)
+        self.events.file_writer.add_summary(hparams_summary(options))
+        if not self.args.quiet:
+            stack.callback(print, f"run folder: {self.run_dir}")
+
+    def write(self, row, share_done):
+        """Write the newest row of the history, logged when that share of the run is complete."""
+        new = [name for name in row if name not in self.columns]
+        if new:
+            self.columns += new
+            self.rewrite()
+        else:
+            self.csv.writerow(row)
+
+        for name, value in row.items():
+            known_by_step = name in COUNTERS and name not in TAGS
+            if not known_by_step and math.isfinite(value):
+                self.events.add_scalar(TAGS.get(name, name), value, row["global_step"])
+        if not self.args.quiet:
+            print(self.status(row, share_done), flush=True)
+
+    def rewrite(self):
+        """Write progress.csv anew, with a column for every key of the history's rows."""
+        for row in self.history:
+            self.columns += [name for name in row if name not in self.columns]
+        self.file.seek(0)
+        self.file.truncate()
+        self.csv = csv.DictWriter(self.file, self.columns)
+        self.csv.writeheader()
+        self.csv.writerows(self.history)
+
+    def status(self, row, share_done):
+        """Return the status line of a row."""
+        done = row["iteration"]
+        total = self.args.num_iterations
+        line = f"update {done}/{total}" if total else f"update {done}  {share_done:.0%}"
+        line += f"  steps {row['global_step']:,}"
+        for name in SHOWN:
+            if name in row:
+                line += f"  {name} {row[name]:,.6g}"
+        # Without a fixed number of iterations the first ones, on coarse levels, tell little.
+        if done and (total or share_done > 0.1):
+            left = row["wall_seconds"] * max(0, 1 / share_done - 1)
+            line += f"  ETA {datetime.timedelta(seconds=round(min(left, 1e9)))}"
+        return line
+
+    def flush(self):
+        """Write what TensorBoard's writer holds back."""
+        self.events.flush()
+
+
+class Checkpoint:
+    """The file checkpoint.pt of a run's folder: tensors, plain values, and games as bytes.
+
+    The games are pickled. Only --resume unpickles them, so --eval runs no code from the file.
+    """
+
+    def __init__(self, run_dir):
+        self.path = Path(run_dir) / "checkpoint.pt"
+
+    def save(self, state, games):
+        """Write a run's state. `games` holds (arrays, states) of every rank's games, or is None."""
+        if games is not None:
+            games = torch.frombuffer(bytearray(pickle.dumps(games)), dtype=torch.uint8)
+        file = io.BytesIO()
+        torch.save(state | {"games": games}, file)
+        write_file(self.path, file.getvalue())
+
+    def read(self):
+        """Return a run's state, its games as bytes; ValueError if its weights are not finite."""
+        state = torch.load(self.path, map_location="cpu", weights_only=True)
+        if not all(weights.isfinite().all() for weights in state["model"].values()):
+            raise ValueError(f"{self.path} has NaN or infinity among its weights")
+        return state
+
+    def load(self):
+        """Return a run's state, and (arrays, states) of this rank's games.
+
+        The second is None if a game had failed, if the run had another number of ranks, or if
+        packages have changed so that the games cannot be unpickled.
+        """
+        state = self.read()
+        try:
+            ranks = pickle.loads(state["games"].numpy().tobytes())
+        except Exception:  # what is unpickled may raise anything
+            return state, None
+        games = ranks[RANK] if len(ranks) == NUM_RANKS else None
+        return state, games
 
 
 def run_path(args):
     """Return the path of a new run's folder, with an underscore for what may not be in a name."""
-    stamp, script = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f"), Path(__file__).stem
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+    script = Path(__file__).stem
     name = args.run_name or f"{args.env[-100:]}__{script}__{args.seed}__{stamp}"
     return Path(args.log_dir) / re.sub(r"[^\w.=,+-]+", "_", name)
 
 
+def write_config(run_dir, args):
+    """Write config.json: options, command, versions. Returns the options that it keeps."""
+    options = {name: value for name, value in vars(args).items() if name not in NOT_KEPT}
+    here = Path(__file__).resolve().parent
+    git = subprocess.run(  # says nothing without git
+        "git rev-parse HEAD", shell=True, cwd=here, capture_output=True, text=True
+    )
+    versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
+    versions["python"] = sys.version.split()[0]
+    versions["git_commit"] = git.stdout.strip() or None
+    config = {"options": options, "command": sys.argv, "versions": versions}
+    write_file(run_dir / "config.json", json.dumps(config, indent=2).encode())
+    return options
+
+
+def hparams_summary(options):
+    """Return TensorBoard's table of the options. SummaryWriter.add_hparams would make a new run."""
+    from torch.utils.tensorboard import summary
+
+    plain = {}
+    for name, value in options.items():
+        plain[name] = value if isinstance(value, (int, float)) else str(value)
+    return summary.hparams(plain, {})[1]
+
+
 def write_file(path, content):
-    """Write bytes to a file atomically: whoever dies here, or finds no room, leaves the old one."""
+    """Write bytes to a file atomically: if this fails, by a full disk say, the old file stays."""
     with path.with_suffix(".partial").open("wb") as file:
         file.write(content)
         file.flush()
@@ -959,130 +1541,200 @@ def write_file(path, content):
     os.replace(file.name, path)
 
 
-def load_checkpoint(run_dir):
-    """Read RUN_DIR/checkpoint.pt: tensors and plain values, no code runs from the file."""
-    path = Path(run_dir) / "checkpoint.pt"
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if not all(weights.isfinite().all() for weights in state["model"].values()):
-        raise ValueError(f"{path} has NaN or infinity among its weights")
-    return state
-
-
 # ------------------------------------------------------------------------------------ evaluation
 EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every run
-EVAL_STEPS = 27_000  # an evaluation takes no more, to end always; ALE's own limit
+EVAL_STEPS = 27_000  # an evaluation takes no more steps, so that it always ends; ALE's own limit
+EVAL_CHUNK = 50  # steps between two looks at whether the run was asked to stop
 
 
 def make_eval_pool(args, model, episodes=None, **options):
     """Return the pool of evaluation games."""
     seeds = EVAL_SEED + np.arange(episodes or args.eval_episodes)
-    return make_pool(args, model, seeds, 0, num_steps=0, **options)
+    return make_pool(args, model, seeds, 0, EVAL_CHUNK, **options)
 
 
-@torch.no_grad()
 def evaluate(model, pool, generator=None, run=None):
-    """Play an episode in every game with the policy's mode, or samples (generator). Returns the
-    returns (E,), and how many were cut off: after EVAL_STEPS, or by a signal for the `run`."""
-    arrays, E = pool.arrays, len(pool.arrays["obs"])
+    """Play an episode in every game with the policy's mode, or with samples from a generator.
+
+    Returns the returns (E,), and how many episodes were cut off: after EVAL_STEPS, or because the
+    `run` was asked to stop.
+    """
+    arrays = pool.arrays
+    sample = generator is not None
     pool.call("start")
-    returns, going = np.zeros(E), np.ones(E, bool)
-    for _ in range(EVAL_STEPS):
-        model.act(arrays, generator and model.head.noise(E, generator).to(model.device))
-        pool.call("step")
-        returns[going] = arrays["episode_return"][going]
-        going &= ~arrays["ended"]
-        if not going.any() or run and run.signal:
+    for done in range(0, EVAL_STEPS, EVAL_CHUNK):
+        if sample:
+            noise = model.head.noise(EVAL_CHUNK * len(arrays["obs"]), generator)
+            pool.buffer["noise"][:] = noise.view(pool.buffer["noise"].shape)
+        num_steps = min(EVAL_CHUNK, EVAL_STEPS - done)
+        pool.play(model, num_steps, sample=sample, first_episodes=True)
+        if arrays["finished"].all() or (run and run.signal):
             break
-    return returns, int(going.sum())
+
+    finished = arrays["finished"]
+    returns = np.where(finished, arrays["first_return"], arrays["episode_return"])
+    return returns, int((~finished).sum())
 
 
 def evaluate_run(args):
     """Evaluate the checkpoint of a run, as --eval says. Returns the returns, (E,)."""
-    model, run_dir = make_model(args), Path(args.eval)
-    model.load_state_dict(load_checkpoint(run_dir)["model"])
+    run_dir = Path(args.eval)
+    model = make_model(args)
+    model.load_state_dict(Checkpoint(run_dir).read()["model"])
     generator = torch.Generator().manual_seed(EVAL_SEED) if args.sample else None
+
     with closing(make_eval_pool(args, model)) as pool:
         returns, cut = evaluate(model, pool, generator)
         inputs = {name: pool.arrays[name][:1] for name in model.inputs if name != "starts"}
-    of = args.env + (f" level {args.eval_level}" if "eval_level" in args else "")
-    of += f", {cut} cut off at {EVAL_STEPS:,} steps" * (cut > 0)
-    print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {len(returns)} episodes of {of}")
+    what = f"{len(returns)} episodes of {args.env}"
+    if "eval_level" in args:
+        what += f" level {args.eval_level}"
+    if cut:
+        what += f", {cut} cut off at {EVAL_STEPS:,} steps"
+    print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {what}")
+
     if args.export_onnx:
         export_onnx(run_dir / "policy.onnx", model, inputs)
         print(f"policy: {run_dir / 'policy.onnx'}")
     if args.video:
-        try:
-            with closing(make_eval_pool(args, model, 1, render_mode="rgb_array")) as pool:
-                (game,) = pool.games.games
-                game.env = Camera(game.env)
-                game.env.path = str(run_dir / "video.mp4")
-                evaluate(model, pool, generator)
-        except Exception as error:
-            raise GameError(f"argument --video: no film, see README: {one_line(error)}") from None
+        film(run_dir / "video.mp4", args, model, generator)
         print(f"video: {run_dir / 'video.mp4'}")
     return returns
 
 
-class Camera(gym.ObservationWrapper):
-    """Films an env's first episode, its last state too, at the env's speed."""
+def film(path, args, model, generator):
+    """Write a film of one evaluation episode; GameError if the env gives no pictures for one."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        options = {"render_mode": "rgb_array", "video": f"{folder}/video"}
+        try:
+            with closing(make_eval_pool(args, model, episodes=1, **options)) as pool:
+                evaluate(model, pool, generator)
+            (found,) = Path(folder).glob("video/*.mp4")
+            os.replace(found, path)
+        except Exception as error:
+            raise GameError(f"argument --video: no film, see README: {one_line(error)}") from None
 
-    path, film, episode = None, None, 0
 
-    def reset(self, **options):
-        self.episode += 1
-        return super().reset(**options)
+class ExportedPolicy(nn.Module):
+    """The policy's mode as a function of tensors: what `torch.onnx.export` writes."""
 
-    def observation(self, obs):
-        """Add a picture of the env to the film, at every reset and step."""
-        import cv2
+    def __init__(self, model, inputs):
+        super().__init__()
+        self.model = model
+        self.inputs = inputs
 
-        if self.episode == 1:
-            picture = np.ascontiguousarray(self.env.render()[..., ::-1])  # OpenCV wants BGR
-            fps, code = self.env.metadata.get("render_fps", 30), cv2.VideoWriter_fourcc(*"mp4v")
-            self.film = self.film or cv2.VideoWriter(self.path, code, fps, picture.shape[1::-1])
-            if not self.film.isOpened() or (picture.shape[2:], picture.dtype) != ((3,), np.uint8):
-                raise OSError(f"{self.path} cannot be written, or render is not uint8 (H, W, 3)")
-            self.film.write(picture)
-        return obs
+    def forward(self, *tensors):
+        """Return the action as the env takes it, and with a memory its next state."""
+        action, state = self.model.policy(**dict(zip(self.inputs, tensors, strict=True)))
+        space = self.model.action_space
+        action = to_env(action.to(torch.as_tensor(space.sample()).dtype), space, torch.as_tensor)
+        return action if state is None else (action, state)
 
 
 def export_onnx(path, model, inputs):
-    """Write the policy's mode: from obs, action_mask, state (zeros at an episode's start), those of
-    them in `inputs`, to action, as the env takes it, and next_state. Its `forward` is lost."""
+    """Write the policy as ONNX. Its inputs are those of `inputs`, arrays (1, ...), by their names.
+
+    They are obs, action_mask and state (zeros at an episode's start), as far as the model has them;
+    the outputs are action and next_state. The first axis of each is the batch.
+    """
     outputs = ["action", "next_state"] if "state" in inputs else ["action"]
-    options = {"input_names": list(inputs), "output_names": outputs, "dynamo": False}
-    options["dynamic_axes"] = {name: {0: "batch"} for name in (*inputs, *outputs)}
-
-    def policy(*tensors):
-        action, state = model.policy(**dict(zip(inputs, tensors, strict=True)))
-        if isinstance(space := model.action_space, gym.spaces.Box):  # as in `to_env`
-            action = action.clamp(torch.as_tensor(space.low), torch.as_tensor(space.high))
-        action = action + torch.as_tensor(np.int64(getattr(space, "start", 0)))
-        return action if state is None else (action, state)
-
-    model.cpu().forward = policy  # which the exporter calls
-    warnings.simplefilter("ignore")  # the exporter speaks of its successor
-    torch.onnx.export(model, (*map(torch.from_numpy, inputs.values()),), str(path), **options)
+    tensors = tuple(torch.from_numpy(array) for array in inputs.values())
+    policy = ExportedPolicy(model.cpu(), list(inputs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter speaks of its successor
+        torch.onnx.export(
+            policy,
+            tensors,
+            str(path),
+            input_names=list(inputs),
+            output_names=outputs,
+            dynamic_axes={name: {0: "batch"} for name in (*inputs, *outputs)},
+            dynamo=False,
+        )
 
 
 # ------------------------------------------------------------------------------------ command line
-# What may be another for a run that goes on or is evaluated; what config.json does not keep.
-MAY_CHANGE = "device num_workers total_timesteps num_iterations eval_every eval_episodes save_every"
-NOT_KEPT = {"resume", "eval", "sample", "video", "export_onnx", "quiet"}
+# These options may be other ones when a run is resumed or evaluated.
+MAY_CHANGE = ["device", "num_workers", "total_timesteps", "num_iterations"]
+MAY_CHANGE += ["eval_every", "eval_episodes", "save_every"]
+# These options are not kept in config.json.
+NOT_KEPT = ["resume", "eval", "sample", "video", "export_onnx", "quiet"]
+FLAG = argparse.BooleanOptionalAction  # --x and --no-x
+
+EXAMPLES = """
+examples:
+  python ppo_atari.py --env Breakout                       train, for hours
+  python ppo_atari.py --env Pong --total-timesteps 3000000     train, for less
+  python ppo_atari.py --resume RUN_DIR --num-workers 8     go on, with more processes
+  python ppo_atari.py --eval RUN_DIR --video               evaluate, and film a game
+"""
 
 
-def add_option(group, name, kind, default, text, **more):
-    """Add an option to a parser's group; the kind is a type, bool for --x, --no-x, None for --x."""
-    actions = {bool: argparse.BooleanOptionalAction, None: "store_true"}
-    more |= {"action": actions[kind]} if kind in actions else {"type": kind}
-    group.add_argument(name, default=default, help=text, **more)
+def make_parser():
+    """Return the parser of the command line; without usage, so that an error is one line."""
+    parser = argparse.ArgumentParser(
+        Path(__file__).name,
+        usage=argparse.SUPPRESS,
+        description=__doc__.partition("\n")[0],
+        epilog=EXAMPLES,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    add_own_options(parser)
+    add_ppo_options(parser)
+    add_run_options(parser)
+    parser.set_defaults(num_workers=num_cores(), num_envs=8, clip_coef=0.1)
+    return parser
 
 
-def number(kind, low=-math.inf, high=math.inf):
-    """Return an argparse type: a `kind` from low to high, within float32's range."""
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and the examples as they are."""
+
+
+def add_run_options(parser):
+    """Add the options of running that all scripts of the family share."""
+    group = parser.add_argument_group("run")
+    add = group.add_argument
+    count = integer(1)
+    not_negative = integer(0)
+    add("--seed", type=integer(0, 2**63 - 1), default=1, help="seed of all generators")
+    add("--device", default="auto", help="auto, cpu, cuda or mps; auto: cpu, or cuda for Atari")
+    add("--num-workers", type=not_negative, default=0, help="processes that play; 0: only this one")
+    add("--log-dir", type=os.path.abspath, default="runs", help="folder of the runs' folders")
+    add("--run-name", help="name of the run's folder, if not env__script__seed__time")
+    add("--eval-every", type=not_negative, default=0, help="iterations between evaluations; 0: off")
+    add("--eval-episodes", type=integer(1, 100_000), default=16, help="episodes of an evaluation")
+    add("--save-every", type=not_negative, default=50, help="iterations between checkpoints")
+    add("--sample", action="store_true", help="with --eval: sample actions, not the policy's mode")
+    add("--video", action="store_true", help="with --eval: also write video.mp4")
+    add("--export-onnx", action="store_true", help="with --eval: also write policy.onnx")
+    add("--quiet", action="store_true", help="print no status lines")
+
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--resume", type=os.path.abspath, help="run folder to go on with, by its own options")
+    add("--eval", type=os.path.abspath, help="run folder whose policy is evaluated, by its mode")
+
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--total-timesteps", type=count, help="steps of all environments; ppo.py 500,000")
+    add("--num-iterations", type=count, help="length of the run in iterations")
+
+
+def integer(low, high=math.inf):
+    """Return an argparse type: an integer from low to high."""
+    return number(int, low, high)
+
+
+def real(low=-math.inf, high=math.inf):
+    """Return an argparse type: a number from low to high, within float32's range."""
+    return number(float, low, high)
+
+
+def number(kind, low, high):
+    """Return an argparse type: a `kind` from low to high, below 1e38."""
 
     def parse(text):
-        if low <= (value := kind(text)) <= high and abs(value) < 1e38:
+        value = kind(text)
+        if low <= value <= high and abs(value) < 1e38:
             return value
         raise ValueError
 
@@ -1094,87 +1746,171 @@ def parse_args(argv=None):
     """Parse and check the command line (default: the program's)."""
     parser = make_parser()
     args = parse_with_run(parser, argv)
-    make_env(args.env).close()  # does it exist?
-    check_rows(parser, args, rows := args.num_envs * args.num_steps)
+    make_env(args.env).close()  # an error if there is no such game
+    rows = args.num_envs * args.num_steps
+    check_rows(parser, args, rows)
+    check_normalised(parser, args, rows)
     if args.total_timesteps or args.num_iterations is None:
         args.num_iterations = max(1, (args.total_timesteps or 10_000_000) // rows)
     if args.compile and not args.eval:
-        torch.compile(lambda x: x + 1)(make_model(args).value.bias)  # needs a C++ compiler
+        check_compiler(args)
     return args
+
+
+def check_compiler(args):
+    """Raise torch's own error if there is no C++ compiler."""
+    bias = make_model(args).value.bias
+    torch.compile(lambda x: x + 1)(bias)
 
 
 def parse_with_run(parser, argv):
     """Parse argv; with --resume or --eval that run's options are the defaults, and most stay."""
     args = parser.parse_args(argv)
-    if not args.eval and (args.sample or args.video or args.export_onnx):
-        parser.error("argument --sample, --video, --export-onnx: only with --eval")
-    args.eval and NUM_RANKS > 1 and parser.error("argument --eval: takes one process, not torchrun")
-    args.export_onnx and __import__("onnx")  # torch needs it for that
-    if run_dir := args.resume or args.eval:
-        try:
-            options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
-            if others := options.keys() ^ (vars(args).keys() - NOT_KEPT):
-                raise ValueError(f"not a run of this script, see options {sorted(others)[:3]}")
-            if args.total_timesteps or args.num_iterations:
-                options |= {"total_timesteps": None, "num_iterations": None}
-            parser.set_defaults(**options)
-            own, args = parser.parse_args([]), parser.parse_args(argv)
-            for name in sorted(options.keys() - MAY_CHANGE.split()):
-                if (value := getattr(own, name)) != getattr(args, name):
-                    name = name.replace("_", "-")
-                    parser.error(f"argument --{name}: the run has {value}, which cannot change")
-            make_model(args).load_state_dict(load_checkpoint(run_dir)["model"])
-        except Exception as error:
-            parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
-    torch.zeros(1, device=None if args.device == "auto" else args.device).item()  # is it there?
-    args.device == "cuda" and NUM_RANKS > 1 and torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    check_eval_options(parser, args)
+    run_dir = args.resume or args.eval
+    if run_dir:
+        args = options_of_run(parser, argv, args, run_dir, MAY_CHANGE)
+    check_device(args)
     if RANK == 0 and not run_dir:
-        (path := run_path(args)).parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # it is free; another OSError: no folder can be called so
-            path.stat() and parser.error(f"argument --run-name: {path} is there already")
+        check_run_name(parser, args)
     return args
 
 
+def check_eval_options(parser, args):
+    """Refuse what makes sense only with --eval, and several ranks with it."""
+    if not args.eval and (args.sample or args.video or args.export_onnx):
+        parser.error("argument --sample, --video, --export-onnx: only with --eval")
+    if args.eval and NUM_RANKS > 1:
+        parser.error("argument --eval: takes one process, not torchrun")
+    if args.export_onnx:
+        import onnx  # noqa: F401, torch needs it, and says so late
+    if args.video:
+        import moviepy  # noqa: F401, Gymnasium needs it
+
+
+def options_of_run(parser, argv, args, run_dir, may_change):
+    """Return the options of a run, with those of argv that may change; refuse others."""
+    try:
+        options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
+        known = set(vars(args)) - set(NOT_KEPT)
+        tell_of_other_options(known - set(options), set(options) - known)
+        options = {name: value for name, value in options.items() if name in known}
+        if any(getattr(args, name) for name in LENGTHS):  # another length replaces the run's
+            options |= dict.fromkeys(LENGTHS)
+        parser.set_defaults(**options)
+        own = parser.parse_args([])
+        args = parser.parse_args(argv)
+        for name in sorted(set(options) - set(may_change)):
+            value = getattr(own, name)
+            if getattr(args, name) != value:
+                name = name.replace("_", "-")
+                parser.error(f"argument --{name}: the run has {value}, which cannot change")
+        make_model(args).load_state_dict(Checkpoint(run_dir).read()["model"])
+    except Exception as error:
+        parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
+    return args
+
+
+LENGTHS = ["num_iterations", "total_timesteps"]  # the options that say how long a run is
+
+
+def tell_of_other_options(missing, unknown):
+    """Say which options a run does not have, and which of its options this script does not have."""
+    if missing:
+        report(f"the run has no {', '.join(sorted(missing))}: the defaults are used")
+    if unknown:
+        report(f"this script has no {', '.join(sorted(unknown))}: ignored")
+
+
+def check_device(args):
+    """Raise torch's own error if the device is not there; give each rank its GPU."""
+    if args.device == "auto":
+        return
+    torch.zeros(1, device=args.device).item()
+    if args.device == "cuda" and NUM_RANKS > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def check_run_name(parser, args):
+    """Refuse the name of a folder that exists; OSError if no folder can have this name."""
+    path = run_path(args)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return
+    parser.error(f"argument --run-name: {path} is there already")
+
+
 def check_rows(parser, args, num_rows, rows="rows"):
-    """Refuse minibatches and ranks that cannot share the rows equally, or get too few of them."""
-    B, ranks = args.num_minibatches, NUM_RANKS
-    if num_rows % (B * ranks) or args.num_envs % ranks:
-        option = "envs" if args.num_envs % ranks else "minibatches"
-        problem = f"{num_rows} {rows} are not {B} equal minibatches for {ranks} process(es)"
-        parser.error(f"argument --num-{option}: {problem}")
-    if rows == "rows" and num_rows == {"minibatch": B, "batch": 1}.get(args.norm_adv):
+    """Refuse minibatches and ranks that cannot share the rows equally."""
+    option = None
+    if args.num_envs % NUM_RANKS:
+        option = "num-envs"
+    elif num_rows % (args.num_minibatches * NUM_RANKS):
+        option = "num-minibatches"
+    if option:
+        parts = f"{args.num_minibatches} equal minibatches for {NUM_RANKS} process(es)"
+        parser.error(f"argument --{option}: {num_rows} {rows} are not {parts}")
+
+
+def check_normalised(parser, args, num_rows):
+    """Refuse to normalise advantages over a single row."""
+    parts = {"minibatch": args.num_minibatches, "batch": 1, "off": 0}
+    if num_rows == parts[args.norm_adv]:
         parser.error(f"argument --num-minibatches: --norm-adv {args.norm_adv} needs 2 rows")
 
 
 def one_line(error):
     """Return an exception as one line, with the place where it may not explain itself."""
-    line = " ".join(f"{type(error).__name__}: {error}".partition("\nTraceback")[0].split())[:500]
+    text = f"{type(error).__name__}: {error}".partition("\nTraceback")[0]
+    line = " ".join(text.split())[:500]
+    if isinstance(error, (GameError, ValueError, OSError, ImportError, gym.error.Error)):
+        return line
     place = traceback.extract_tb(error.__traceback__)[-1]
-    known = isinstance(error, (GameError, ValueError, OSError, ImportError, gym.error.Error))
-    return line if known else f"{line} (in {place.name}, {place.filename}:{place.lineno})"
+    return f"{line} (in {place.name}, {place.filename}:{place.lineno})"
+
+
+def quiet_writer_threads():
+    """Have TensorBoard's writer thread print no traceback: the run meets the same error itself."""
+
+    def hook(failure):
+        if "AsyncWriter" not in repr(failure.thread):
+            threading.__excepthook__(failure)
+
+    threading.excepthook = hook
+
+
+def explains_itself(error):
+    """Whether one line tells the user what went wrong in training."""
+    known = (GameError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError)
+    lost_rank = NUM_RANKS > 1 and isinstance(error, RuntimeError)
+    return isinstance(error, known) or lost_rank
 
 
 def main():
     """Run the command line. Returns the exit code: 1 for failures, 2 for wrong options or files."""
     sys.path.append(os.getcwd())  # where a module of --env may lie
-    with suppress(AttributeError):  # a notebook's; not all of Windows's code pages have a γ
-        sys.stdout.reconfigure(errors="replace")
-    # Without a traceback from TensorBoard's writer thread: the Run meets the same error.
-    threading.excepthook = lambda e: "AsyncWriter" in repr(e.thread) or threading.__excepthook__(e)
-    args, told = None, (GameError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError)
-    told += (RuntimeError,) if NUM_RANKS > 1 else ()  # of torch, if another rank is gone
+    with suppress(AttributeError):  # a notebook's output has no such method
+        sys.stdout.reconfigure(errors="replace")  # not all of Windows's code pages have a γ
+    quiet_writer_threads()
+
+    args = None
     try:
         args = parse_args()
-        result = evaluate_run(args) if args.eval else train(args)
+        if args.eval:
+            evaluate_run(args)
+            return 0
+        run = train(args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
-        if args and not args.eval and not isinstance(error, told):
+        if args and not args.eval and not explains_itself(error):
             raise
         line = error if isinstance(error, GameError) else one_line(error)
         print(f"{Path(__file__).name}: error: {line}", file=sys.stderr)
         return 1 if args else 2
-    return 128 + result.signal if not args.eval and result.signal else 0
+    return 128 + run.signal if run.signal else 0
 
 
 if __name__ == "__main__":
