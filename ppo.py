@@ -1831,7 +1831,8 @@ def hparams_summary(options):
 
     plain = {}
     for name, value in options.items():
-        plain[name] = value if isinstance(value, (int, float)) else str(value)
+        is_number = type(value) in (int, float)  # a flag is an int, too
+        plain[name] = value if is_number else str(value)
     return summary.hparams(plain, {})[1]
 
 

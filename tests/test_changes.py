@@ -80,7 +80,7 @@ def test_early_stop(script, tmp_path):
     exec(code, changed := dict(vars(script)))
     run = changed["train"](options(script, tmp_path, iterations=4))
     assert count == 1
-    assert run.iteration == script.load_checkpoint(run.run_dir)["counters"]["iteration"] == 2
+    assert run.iteration == script.Checkpoint(run.run_dir).read()["counters"]["iteration"] == 2
     again = script.train(script.parse_args(["--resume", str(run.run_dir), "--quiet"]))
     for name, weights in whole.model.state_dict().items():
         assert torch.equal(weights, again.model.state_dict()[name])

@@ -417,7 +417,7 @@ def test_every_step_is_charged_by_its_level(run):
 
 def test_best_check_is_the_runs_result(run, capsys):
     """`model` in the checkpoint, --eval and the last evaluation are the best check's parameters."""
-    state = ml.load_checkpoint(run.run_dir)
+    state = ml.Checkpoint(run.run_dir).read()
     best = max(float(row["check_return"]) for row in rows(run.run_dir) if row["check_return"])
     assert state["rule"]["returns"].mean() == pytest.approx(best)
     for name, value in state["model"].items():
@@ -508,13 +508,13 @@ def test_game_that_fails_in_a_check(tmp_path, monkeypatch, length):
     with pytest.raises(ml.GameError, match="broken on purpose"):
         ml.train(ml.parse_args(argv))
     (run_dir,) = tmp_path.iterdir()
-    state = ml.load_checkpoint(run_dir)
+    state = ml.Checkpoint(run_dir).read()
     assert state["counters"]["iteration"] == checks[-1] - 1 > 0
     assert torch.equal(state["current"]["value.weight"], weights[0])
     assert state["counters"]["sim_cost"] > state["history"][-1]["sim_cost"]
     resumed = ml.train(ml.parse_args(["--resume", str(run_dir), "--quiet"]))
     assert [row["iteration"] for row in resumed.history] == [*range(41)]
-    assert resumed.counters["starts"] == 1
+    assert resumed.starts == 1
     assert resumed.history[-1]["check_return"] and resumed.history[-1]["eval_return"]
 
 

@@ -84,13 +84,13 @@ def test_game_that_fails_once(script, tmp_path, capsys, monkeypatch, how):
     assert re.match(rf"{script.__name__}.py: error: .*{reason[how]}", line)
     assert multiprocessing.active_children() == []
     (run_dir,) = (tmp_path / "runs").iterdir()
-    assert script.load_checkpoint(run_dir)["games"] is None
+    assert script.Checkpoint(run_dir).read()["games"] is None
     run = script.train(script.parse_args(["--resume", str(run_dir), "--quiet"]))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("all games start new episodes")
     assert [row["iteration"] for row in run.history] == [1, 2, 3]
     assert [row["iteration"] for row in rows(run_dir)] == ["1", "2", "3"]
-    assert run.counters["starts"] == 1
+    assert run.starts == 1
     seeds = {*script.game_seeds(run.args, 0).flat, *script.game_seeds(run.args, 1).flat}
     assert len(seeds) == 2 * script.game_seeds(run.args, 0).size
     assert multiprocessing.active_children() == []
@@ -110,7 +110,7 @@ def test_output_that_nobody_reads_any_more(script, tmp_path, capsys, monkeypatch
     assert run_main(script, monkeypatch, *argv, "--num-iterations", "3") == 1
     assert "BrokenPipeError" in capsys.readouterr().err
     (run_dir,) = (tmp_path / "runs").iterdir()
-    state = script.load_checkpoint(run_dir)
+    state = script.Checkpoint(run_dir).read()
     assert state["counters"]["iteration"] == 1 and state["games"] is not None  # all goes on
 
 
@@ -134,7 +134,7 @@ def test_signal_that_cannot_be_reported(script, tmp_path, monkeypatch, signum):
     argv = options(script, tmp_path, GOOD[script], *more)
     assert run_main(script, monkeypatch, *argv) == 128 + signum
     (run_dir,) = (tmp_path / "runs").iterdir()
-    state = script.load_checkpoint(run_dir)
+    state = script.Checkpoint(run_dir).read()
     assert state["counters"]["iteration"] == 1 and state["games"] is not None
 
 
@@ -202,18 +202,18 @@ def test_resumed_run_does_not_repeat_the_failure(script, tmp_path, capsys, monke
     assert run_main(script, monkeypatch, *options(script, tmp_path, GOOD[script], *more)) == 1
     assert "broken on purpose" in capsys.readouterr().err.splitlines()[0]
     (run_dir,) = (tmp_path / "runs").iterdir()
-    state = script.load_checkpoint(run_dir)
+    state = script.Checkpoint(run_dir).read()
     assert state["games"] is None and state["counters"]["iteration"] == iteration - 1
     assert len(checkpoints) == iteration  # the last one is that of the failure
     if iteration == 3:  # from the games that were saved before the run fails in the same state
         (run_dir / "checkpoint.pt").write_bytes(checkpoints[-2])
-        assert script.load_checkpoint(run_dir)["games"] is not None
+        assert script.Checkpoint(run_dir).read()["games"] is not None
         assert run_main(script, monkeypatch, "--resume", str(run_dir), "--quiet") == 1
         assert "broken on purpose" in capsys.readouterr().err.splitlines()[0]
-        assert script.load_checkpoint(run_dir)["games"] is None
+        assert script.Checkpoint(run_dir).read()["games"] is None
     assert run_main(script, monkeypatch, "--resume", str(run_dir), "--quiet") == 0
     assert capsys.readouterr().err.startswith("all games start new episodes: ")
-    state = script.load_checkpoint(run_dir)
+    state = script.Checkpoint(run_dir).read()
     assert state["counters"]["starts"] == 1 and state["games"] is not None
     assert [row["iteration"] for row in rows(run_dir)] == ["1", "2", "3", "4"]
 
@@ -222,7 +222,7 @@ def test_resumed_run_does_not_repeat_the_failure(script, tmp_path, capsys, monke
 def test_games_that_fail_when_a_resumed_run_starts(tmp_path, monkeypatch, num_workers):
     """Each attempt to go on has other seeds."""
     run_dir, seeds = first_run(ppo, tmp_path), []
-    state = ppo.load_checkpoint(run_dir)
+    state = ppo.Checkpoint(run_dir).read()
     torch.save(state | {"games": None}, run_dir / "checkpoint.pt")
     real = ppo.game_seeds
 
@@ -292,7 +292,7 @@ def test_full_disk_while_logging(script, tmp_path, capsys, monkeypatch, what):
     (run_dir,) = (tmp_path / "runs").iterdir()
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(rf"{script.__name__}.py: error: .*No space left on device", line)
-    assert script.load_checkpoint(run_dir)["counters"]["iteration"] == 1
+    assert script.Checkpoint(run_dir).read()["counters"]["iteration"] == 1
 
 
 def test_thread_of_a_game_that_fails(script, capsys, monkeypatch):
@@ -332,7 +332,7 @@ def test_loss_that_is_no_number(script, tmp_path, capsys, monkeypatch, what):
     (line,) = capsys.readouterr().err.splitlines()
     assert "no finite gradient" in line
     (run_dir,) = (tmp_path / "runs").iterdir()
-    state = script.load_checkpoint(run_dir)
+    state = script.Checkpoint(run_dir).read()
     assert state["counters"]["iteration"] == 2
     assert float(state["optimizer"]["state"][0]["step"]) == 4
     monkeypatch.setattr(script, "losses", real)
@@ -363,7 +363,7 @@ def test_signal(script, tmp_path, capsys, monkeypatch, during, signum):
         assert script.main() == 128 + signum
     assert "stopping after this iteration" in capsys.readouterr().err
     (run_dir,) = (tmp_path / "runs").iterdir()
-    iteration = script.load_checkpoint(run_dir)["counters"]["iteration"]
+    iteration = script.Checkpoint(run_dir).read()["counters"]["iteration"]
     assert 1 <= iteration < 3 and len(rows(run_dir)) == iteration
     assert run_main(script, monkeypatch, "--resume", str(run_dir)) == 0
     assert capsys.readouterr().err == ""

@@ -154,7 +154,7 @@ def test_damaged_games(finished_run, tmp_path, outcome):
     """A run whose games' state is damaged is continued: games start new episodes."""
     rng, codes = np.random.default_rng(SEED), []
     copy = shutil.copytree(finished_run, tmp_path / "copy")
-    state = ppo.load_checkpoint(finished_run)
+    state = ppo.Checkpoint(finished_run).read()
     ((arrays, states),) = pickle.loads(state["games"].numpy().tobytes())
     for _ in range(60):
         games = pickle.dumps([(arrays, [damaged(game, rng) for game in states])])

@@ -215,7 +215,7 @@ def test_game_that_raises(script, tmp_path, bad_env, where, num_workers):
     assert ("test_pool.py" if script is ppo_atari else "envs.py") in str(error.value)
     if where == "step":  # training had begun
         (run_dir,) = tmp_path.iterdir()
-        script.load_checkpoint(run_dir)
+        script.Checkpoint(run_dir).read()
 
 
 @pytest.mark.parametrize("num_workers", ["0", "1"])
@@ -258,7 +258,7 @@ def test_game_that_gives_nan(script, tmp_path, capsys, monkeypatch, bad_env, whe
     what = f"NaN or over 1e15 in {name} of {who}"
     assert line.endswith(f": error: {what}, step {t}")
     (run_dir,) = tmp_path.iterdir()
-    state = script.load_checkpoint(run_dir)
+    state = script.Checkpoint(run_dir).read()
     assert state["counters"]["iteration"] == 0 and state["games"] is None
     assert all(torch.isfinite(value).all() for value in state["model"].values())
 
@@ -330,7 +330,7 @@ def test_evaluation_that_fails(script, tmp_path, monkeypatch):
     with pytest.raises(script.GameError):
         script.train(args)
     (run_dir,) = tmp_path.iterdir()
-    assert script.load_checkpoint(run_dir)["counters"]["iteration"] == 2
+    assert script.Checkpoint(run_dir).read()["counters"]["iteration"] == 2
 
 
 @atari_slow
@@ -355,7 +355,7 @@ def test_signal_during_an_evaluation(script, tmp_path, monkeypatch, during):
     assert result.signal == signal.SIGTERM
     assert cuts == [args.eval_episodes]  # after their first step
     assert np.isnan(result.history[-1]["eval_return"])
-    assert script.load_checkpoint(result.run_dir)["counters"]["iteration"] == during
+    assert script.Checkpoint(result.run_dir).read()["counters"]["iteration"] == during
     assert iterations(result.run_dir) == list(range(during + 1))
     resumed = script.train(script.parse_args(["--resume", str(result.run_dir), "--quiet"]))
     assert iterations(result.run_dir) == [0, 1, 2, 3]
@@ -378,7 +378,7 @@ def test_game_that_fails_in_an_evaluation(script, tmp_path, monkeypatch, during)
     with pytest.raises(script.GameError, match="on purpose"):
         script.train(args)
     (run_dir,) = tmp_path.iterdir()
-    assert script.load_checkpoint(run_dir)["counters"]["iteration"] == during
+    assert script.Checkpoint(run_dir).read()["counters"]["iteration"] == during
     monkeypatch.setattr(script, "evaluate", lambda *_, run: (np.zeros(1), 0))
     resumed = script.train(script.parse_args(["--resume", str(run_dir), "--quiet"]))
     assert iterations(run_dir) == [0, 1, 2, 3]
@@ -416,7 +416,7 @@ def test_worker_that_dies_during_an_update(script, tmp_path, monkeypatch, iterat
         script.train(args)
     assert multiprocessing.active_children() == []
     (run_dir,) = tmp_path.iterdir()
-    assert script.load_checkpoint(run_dir)["counters"]["iteration"] == 1
+    assert script.Checkpoint(run_dir).read()["counters"]["iteration"] == 1
 
 
 @linux
@@ -448,10 +448,10 @@ def test_run_that_is_stopped_at_once(script, tmp_path, monkeypatch, where):
     (run_dir,) = tmp_path.iterdir()
     assert stopped and (run_dir / "checkpoint.pt").exists() == (where == "games")
     if where == "games":
-        state = script.load_checkpoint(run_dir)
+        state = script.Checkpoint(run_dir).read()
         assert state["counters"]["iteration"] == 2 and state["games"] is None
         run = script.train(script.parse_args(["--resume", str(run_dir), "--quiet"]))
-        assert [run.iteration, run.counters["starts"]] == [3, 1]
+        assert [run.iteration, run.starts] == [3, 1]
 
 
 @linux
@@ -479,7 +479,7 @@ def test_second_signal_during_a_rollout(tmp_path, monkeypatch, capsys, num_worke
     assert second == "stopped at once; iterations since the last checkpoint may be lost"
     (run_dir,) = tmp_path.iterdir()
     assert iterations(run_dir) == [1]
-    state = ppo.load_checkpoint(run_dir)
+    state = ppo.Checkpoint(run_dir).read()
     assert state["counters"]["iteration"] == 1 and state["games"] is not None
 
 
@@ -496,7 +496,7 @@ def test_second_signal_before_there_is_a_checkpoint(tmp_path, monkeypatch, capsy
     assert run_main(ppo, monkeypatch, tmp_path, "--num-workers", "0") == 128 + signal.SIGINT
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("stopped at once") and "None" not in line
-    states = [ppo.load_checkpoint(path.parent) for path in tmp_path.rglob("checkpoint.pt")]
+    states = [ppo.Checkpoint(path.parent).read() for path in tmp_path.rglob("checkpoint.pt")]
     found = [(state["counters"]["iteration"], state["games"]) for state in states]
     assert found == ([] if where == "make_pool" else [(0, None)])
 
@@ -704,7 +704,7 @@ def test_run_that_is_ended(script, how, tmp_path):
     codes = {"kill worker": 1, "SIGTERM": 143, "two SIGTERM": 143, "SIGINT": 130}
     assert run.code == (codes | {"kill main": -signal.SIGKILL})[how]
     assert run.out == "" and not [line for line in run.err if "Traceback" in line]
-    iteration = script.load_checkpoint(run.run_dir)["counters"]["iteration"]
+    iteration = script.Checkpoint(run.run_dir).read()["counters"]["iteration"]
     rows = (run.run_dir / "progress.csv").read_text().splitlines()
     last_row = int(rows[-1].split(",")[0])
     if how == "kill main":  # the checkpoint of an iteration follows its row

@@ -175,7 +175,7 @@ def test_change_of_the_policy():
     model = ppo.Model(3, SPACES["discrete"], options("--hidden 8"))
     batch, _ = losses_batch(model, [0.5, 0.9, 1.0, 1.5], [0.0] * 4)
     args = options("--update-epochs 1 --num-minibatches 1")
-    row = ppo.update(model, ppo.make_optimizer(model), batch, args, torch.Generator())
+    row = ppo.update(model, ppo.make_optimizer(model, args), batch, args, torch.Generator())
     expected = np.mean([0.5 - 1 - math.log(0.5), -0.1 - math.log(0.9), 0, 0.5 - math.log(1.5)])
     assert row["approx_kl"] == pytest.approx(expected, rel=1e-5)
     assert row["clipfrac"] == 0.5
@@ -264,10 +264,10 @@ def test_fast_act_is_the_models(env, words):
     pool = ppo.make_pool(args, model, np.arange(50), 0)
     act, generator = ppo.fast_act(model), torch.Generator().manual_seed(0)
     assert act != model.act
-    for noise in model.head.noise(5 * 50, generator).view(5, 50, -1):
+    noises = model.head.noise(5 * 50, generator).view(5, 50, -1).numpy()
+    for noise in [*noises, None]:  # None: the mode
         pool.arrays["obs"][:] = np.random.default_rng(0).normal(size=pool.arrays["obs"].shape)
-        with torch.no_grad():
-            model.act(pool.arrays, noise)
+        model.act(pool.arrays, noise)
         expected = pool.arrays["actions"].copy()
         pool.arrays["actions"][:] = 0
         act(pool.arrays, noise)
@@ -295,7 +295,7 @@ def update_setup(words=""):
     model = ppo.Model(3, SPACES["discrete"], args)
     batch, values = losses_batch(model, [1.0] * 12, torch.randn(12).tolist())
     batch["returns"] = values + torch.randn(12)
-    optimizer = ppo.make_optimizer(model)
+    optimizer = ppo.make_optimizer(model, args)
     optimizer.param_groups[0]["lr"] = 0.01
     return model, optimizer, batch, args, torch.Generator().manual_seed(0)
 
@@ -343,8 +343,7 @@ def test_gradient_clipping():
         words = f"--max-grad-norm {max_grad_norm} --update-epochs 1 --num-minibatches 1"
         model, _, *rest = update_setup(words)
         before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-        vector = ppo.make_optimizer(model).param_groups[0]["params"]
-        ppo.update(model, torch.optim.SGD(vector, lr=1.0), *rest)
+        ppo.update(model, torch.optim.SGD(model.parameters(), lr=1.0), *rest)
         changes.append(nn.utils.parameters_to_vector(model.parameters()).detach() - before)
     clipped, free = changes
     assert float(clipped.norm()) == pytest.approx(1e-3, rel=1e-2) and float(free.norm()) > 0.01

@@ -136,7 +136,7 @@ def test_two_ranks_do_what_one_does(case, tmp_path):
     codes, messages = run_ranks(script, tmp_path, argv)
     assert (codes, messages) == ([0, 0], [[], []])
     (two,) = (tmp_path / "two").iterdir()
-    expected, state = script.load_checkpoint(one.run_dir), script.load_checkpoint(two)
+    expected, state = script.Checkpoint(one.run_dir).read(), script.Checkpoint(two).read()
     for name, value in expected["model"].items():
         torch.testing.assert_close(state["model"][name], value, rtol=1e-3, atol=1e-5, msg=name)
     for name in ("iteration", "global_step"):
@@ -171,7 +171,7 @@ def test_resume(script, tmp_path):
     more = ["--num-iterations", "5", "--quiet"]
     codes, messages = run_ranks(script, tmp_path, ["--resume", str(parts), *more])
     assert (codes, messages) == ([0, 0], [[], []])
-    models = [script.load_checkpoint(run)["model"] for run in (whole, parts)]
+    models = [script.Checkpoint(run).read()["model"] for run in (whole, parts)]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
     assert [row["iteration"] for row in rows(parts)] == [row["iteration"] for row in rows(whole)]
     with pytest.MonkeyPatch.context() as patch:
@@ -216,9 +216,9 @@ def test_signal_to_one_rank(tmp_path):
         process.join(60)
     assert [process.exitcode for process in processes] == [128 + signal.SIGTERM] * 2
     (run_dir,) = (tmp_path / "runs").iterdir()
-    iteration = ppo.load_checkpoint(run_dir)["counters"]["iteration"]
+    iteration = ppo.Checkpoint(run_dir).read()["counters"]["iteration"]
     assert iteration == int(rows(run_dir)[-1]["iteration"]) > 0
-    assert len(saved_games(ppo.load_checkpoint(run_dir))) == 2
+    assert len(saved_games(ppo.Checkpoint(run_dir).read())) == 2
 
 
 def test_torchrun(tmp_path):

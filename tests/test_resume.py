@@ -134,7 +134,7 @@ def test_resumed_run_is_the_same_run(case, tmp_path, capsys, monkeypatch):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("run complete; longer: --")
     assert resumed.run_dir == part.run_dir
-    saved = [script.load_checkpoint(run.run_dir) for run in (whole, resumed)]
+    saved = [script.Checkpoint(run.run_dir).read() for run in (whole, resumed)]
     for state in saved:
         for name in SECONDS & state["counters"].keys():
             assert state["counters"].pop(name) > 0
@@ -206,7 +206,7 @@ def test_games_that_cannot_be_pickled(tmp_path, capsys, monkeypatch):
         run = resume(ppo, run.run_dir, "--num-iterations", str(1 + starts))
         err = capsys.readouterr().err
         assert err.startswith("4 games start new episodes: ") and err.count("\n") == 1
-        assert run.counters["starts"] == starts
+        assert run.starts == starts
         seeds |= {*(own := ppo.game_seeds(run.args, starts))}
         first = [gym.make("LunarLander-v3").reset(seed=int(seed))[0] for seed in own]
         np.testing.assert_array_equal(seen[-1], first)
@@ -219,7 +219,7 @@ def test_games_that_cannot_be_pickled(tmp_path, capsys, monkeypatch):
 def test_games_that_cannot_be_restored(script, tmp_path, capsys, damage):
     """Without fitting games the run goes on with new episodes, and says why."""
     run_dir = small_run(script, tmp_path).run_dir
-    state = script.load_checkpoint(run_dir)
+    state = script.Checkpoint(run_dir).read()
     if damage == "missing":
         state["games"] = None
     elif damage == "cut":
@@ -233,8 +233,8 @@ def test_games_that_cannot_be_restored(script, tmp_path, capsys, damage):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("all games start new episodes: ")
     assert iterations(resumed) == [1, 2, 3]
-    assert resumed.counters["starts"] == 1
-    assert script.load_checkpoint(run_dir)["games"] is not None
+    assert resumed.starts == 1
+    assert script.Checkpoint(run_dir).read()["games"] is not None
     resume(script, run_dir, "--num-iterations", "4")
     assert capsys.readouterr().err == ""
 
@@ -316,7 +316,7 @@ def test_games_without_a_state(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(ppo, "rollout", watched)
     capsys.readouterr()
-    assert resume(ppo, run_dir, "--num-iterations", "4").counters["starts"] == 1
+    assert resume(ppo, run_dir, "--num-iterations", "4").starts == 1
     assert "games start new episodes: one had failed, or" in capsys.readouterr().err
     for t, expected in enumerate([1, 1.99]):  # CartPole's rewards are 1, γ is 0.99
         assert buffers[0]["discounted"][t].tolist() == pytest.approx([expected] * 4)

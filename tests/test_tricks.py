@@ -113,9 +113,9 @@ def test_running_norm_is_numpys(shape):
     close(norm(x), (rows[2] - seen.mean(axis=0)) / seen.std(axis=0), atol=1e-4)
 
 
-def test_running_norm_cut():
-    """Nothing is beyond `cut`; a column without variance stays finite; the model cuts at ±10."""
-    norm = ppo.RunningNorm((2,), cut=2)
+def test_running_norm_limit():
+    """Nothing is beyond `limit`; a column without variance stays finite; the model's is ±10."""
+    norm = ppo.RunningNorm((2,), limit=2)
     norm.update(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))  # mean 2 and 5, deviation 1 and 0
     close(norm(torch.tensor([[3.5, 5.0], [9.0, 5.0], [-9.0, 5.0]])), [[1.5, 0], [2, 0], [-2, 0]])
     assert ppo.RunningNorm()(torch.tensor(1e6)) == 1e6
@@ -178,15 +178,19 @@ def reward_norm_literal(rollouts, gamma):
 
 
 def scaled(model, rewards, sums):
-    """Return a rollout's rewards (T, N) after make_batch, given their discounted sums."""
-    args = ppo.make_parser().parse_args(["--norm-reward"])
+    """Return a rollout's rewards (T, N) as GAE gets them, given their discounted sums.
+
+    With γ = λ = 0 and V = 0 the advantages are the rewards.
+    """
+    words = "--norm-reward --gamma 0 --gae-lambda 0".split()
+    args = ppo.make_parser().parse_args(words)
     names = (*model.inputs, "actions", "logprobs", "values", "next_values", "rewards")
     buffer = {name: torch.zeros(np.shape(rewards)) for name in names}
     buffer |= {name: torch.zeros(np.shape(rewards)) > 0 for name in ("terminated", "truncated")}
     buffer["rewards"] += torch.as_tensor(rewards, dtype=torch.float32)
     buffer["discounted"] = torch.tensor(sums)
-    ppo.make_batch(buffer, model, args)
-    return buffer["rewards"]
+    batch = ppo.make_batch(buffer, model, args)
+    return batch["advantages"].view(np.shape(rewards))
 
 
 def test_rewards_are_divided():
@@ -269,7 +273,7 @@ def statistics(state):
 
 def test_statistics_are_in_the_checkpoint(normalised_run):
     """checkpoint.pt has mean, variance and count of all three."""
-    kept = statistics(ppo.load_checkpoint(normalised_run.run_dir)["model"])
+    kept = statistics(ppo.Checkpoint(normalised_run.run_dir).read()["model"])
     for norm in ("obs_norm", "reward_norm", "value_norm"):
         assert kept[f"{norm}.count"] == 3 * T * N and (kept[f"{norm}.var"] != 1).all()
         assert torch.equal(kept[f"{norm}.mean"], getattr(normalised_run.model, norm).mean)
@@ -548,7 +552,9 @@ def test_parameter_groups(tmp_path, shared, rnn):
     args = parse(tmp_path, "--layer-norm", *options, *rnn)
     model = ppo.make_model(args)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = ppo.make_optimizer(model, split=True)
+    args.value_learning_rate = 0.5
+    optimizer = ppo.make_optimizer(model, args)
+    assert [group["lr"] for group in optimizer.param_groups] == [args.learning_rate, 0.5]
     policy, value = [group["params"] for group in optimizer.param_groups]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     critic = [] if shared else [*model.critic.parameters()]
@@ -556,9 +562,23 @@ def test_parameter_groups(tmp_path, shared, rnn):
     assert {id(parameter) for parameter in value} == of_value
     assert {*map(id, [*policy, *value])} == {*map(id, model.parameters())}
     assert len(policy) + len(value) == len([*model.parameters()])
-    assert len(model.gradient) == sum(parameter.numel() for parameter in model.parameters())
-    model.gradient[:] = 10  # of which all gradients are views
-    assert all((parameter.grad == 10).all() for parameter in model.parameters())
+
+
+def test_a_group_of_ones_own(monkeypatch, tmp_path):
+    """A third group that a user adds keeps its own initial rate, and the same factor scales it."""
+    real = ppo.make_optimizer
+
+    def make_optimizer(model, args):
+        optimizer = real(model, args)
+        layer = nn.Linear(2, 2)
+        optimizer.add_param_group({"params": layer.parameters(), "lr": 0.5})
+        return optimizer
+
+    monkeypatch.setattr(ppo, "make_optimizer", make_optimizer)
+    rates = group_rates(monkeypatch)
+    train(tmp_path, "--learning-rate", "1e-2", "--value-learning-rate", "1e-3")
+    first = [1e-2, 1e-3, 0.5]
+    np.testing.assert_allclose(rates, [np.multiply(first, f) for f in (1, 2 / 3, 1 / 3)])
 
 
 def test_value_learning_rate_is_that_of_the_value_function(tmp_path):
@@ -593,8 +613,7 @@ def test_approx_kl_is_the_exact_kl_on_average(monkeypatch):
     monkeypatch.setattr(ppo, "losses", lambda *_: terms)
     words = "--kl-coef 1 --update-epochs 1 --num-minibatches 1 --norm-adv off --max-grad-norm 1e9"
     args = ppo.make_parser().parse_args(words.split())
-    model = SimpleNamespace(device="cpu", gradient=torch.zeros(3), parameters=list)
-    logits.grad = model.gradient
+    model = SimpleNamespace(device="cpu", parameters=lambda: [logits])
     optimizer, batch = torch.optim.SGD([logits], 0.1), {"advantages": torch.zeros(4)}
     kl = ppo.update(model, optimizer, batch, args, torch.Generator())["approx_kl"]
     with torch.no_grad():
@@ -626,7 +645,7 @@ def test_kl_coef_adds_the_kl_to_the_loss():
     start, changes, beta = make_model("--hidden 8"), [], 0.7
     for kl_coef in (0.0, beta):
         model, generator = clone(start), torch.Generator()
-        optimizer = torch.optim.SGD(ppo.make_optimizer(model).param_groups[0]["params"], 1.0)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
         ppo.update(model, optimizer, kl_batch(model), update_args(kl_coef=kl_coef), generator)
         before = nn.utils.parameters_to_vector(start.parameters())
         changes.append(nn.utils.parameters_to_vector(model.parameters()) - before)
@@ -647,7 +666,7 @@ def test_kl_coef_holds_the_policy():
         model.head.logits.bias.data = OLD.log()
         model.head.logits.weight.data.zero_()
         args = update_args(kl_coef=kl_coef, update_epochs=50, clip_coef=10.0)
-        optimizer = torch.optim.SGD(ppo.make_optimizer(model).param_groups[0]["params"], 0.01)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
         ppo.update(model, optimizer, kl_batch(model), args, torch.Generator())
         distances.append(exact_kl(model(torch.ones(1, 3))[0][0]).item())
     assert distances[0] > 1.5 * distances[1] > 100 * distances[2] > 0, distances
@@ -669,19 +688,6 @@ FUNCTIONS = {
     "elu": lambda x: np.where(x > 0, x, np.exp(x) - 1),
     "silu": lambda x: x / (1 + np.exp(-x)),
 }
-
-
-def test_tanh_of_numpy():
-    """Tanh and its gradient are torch's, in both precisions; off the CPU it is torch's own."""
-    for dtype, tolerance in ((torch.float32, 2e-7), (torch.float64, 1e-15)):
-        x = torch.linspace(-20, 20, 999, dtype=dtype).view(3, -1).T.requires_grad_()
-        ours, theirs = ppo.Tanh()(x), x.tanh()
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
-        ((gradient,), (expected,)) = (torch.autograd.grad(y.sum(), x) for y in (ours, theirs))
-        torch.testing.assert_close(gradient, expected, rtol=0, atol=4 * tolerance)
-        assert ours.grad_fn.name() == "NumpyTanhBackward" and ours.data_ptr() % 64 == 0
-    assert ppo.Tanh()(torch.ones(3, device="meta")).device.type == "meta"
-    assert ppo.ACTIVATIONS["tanh"] is ppo.Tanh
 
 
 @pytest.mark.parametrize("layer_norm", [False, True])

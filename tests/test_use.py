@@ -61,7 +61,7 @@ def test_onnx_policy_acts_like_the_model(case, tmp_path, monkeypatch, capsys):
     script, options = CASES[case]
     run_dir = train(script, tmp_path, *options.split())
     if script is ppo_atari:  # a policy that does not do always the same
-        state = script.load_checkpoint(run_dir)
+        state = script.Checkpoint(run_dir).read()
         state["model"]["head.logits.weight"].normal_()
         state["model"]["head.logits.bias"].copy_(torch.tensor([9.0, 0, 0, 0]))
         torch.save(state, run_dir / "checkpoint.pt")
@@ -71,7 +71,7 @@ def test_onnx_policy_acts_like_the_model(case, tmp_path, monkeypatch, capsys):
     session = onnxruntime.InferenceSession(run_dir / "policy.onnx")
     inputs = [value.name for value in session.get_inputs()]
     model = script.make_model(args)
-    model.load_state_dict(script.load_checkpoint(run_dir)["model"])
+    model.load_state_dict(script.Checkpoint(run_dir).read()["model"])
     with script.closing(script.make_eval_pool(args, model)) as pool:
         pool.call("start")
         arrays, game = pool.arrays, pool.games.games[0]
@@ -213,7 +213,7 @@ def test_readme_code_loads_a_policy(tmp_path, monkeypatch, env):
     """The lines, with what is said of masks and memory, play the first episode of --eval."""
     run_dir = train(ppo, tmp_path, "--env", *env.split())
     args = ppo.parse_args(["--eval", str(run_dir), "--eval-episodes", "1"])
-    expected, code, names = ppo.evaluate_run(args), readme_code("load_checkpoint"), {}
+    expected, code, names = ppo.evaluate_run(args), readme_code("Checkpoint"), {}
     assert code.count("\n") <= 15 and "runs/my-run" in code
     text = " ".join((ROOT / "README.md").read_text().split())
     memory, start, masked = re.search(
@@ -234,7 +234,7 @@ def test_readme_code_loads_a_policy_of_levels(tmp_path):
     run_dir = train(ppo_multilevel, tmp_path, "--env", "envs:make", "--levels", "1", "2")
     args = ppo_multilevel.parse_args(["--eval", str(run_dir), "--eval-episodes", "1"])
     expected, rewards = ppo_multilevel.evaluate_run(args), []
-    code = readme_code("load_checkpoint").replace("runs/my-run", str(run_dir))
+    code = readme_code("Checkpoint").replace("runs/my-run", str(run_dir))
     code = re.sub(r"import ppo  # or: (.*)", r"\1", code)
     code = re.sub(r"ppo\.make_env\(.*?\)(.*)# levels: (.*)", r"\2\1", code)
     exec(code + "    rewards.append(reward)", {"rewards": rewards})

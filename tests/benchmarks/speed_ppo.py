@@ -25,7 +25,11 @@ CASES = {
     "CartPole-v1": ("CartPole-v1", 4, 128, 4, 4, 100_000, 0, True),
     "CartPole-v1, policy in torch": ("CartPole-v1", 4, 128, 4, 4, 100_000, 0, False),
     "HalfCheetah-v5": ("HalfCheetah-v5", 8, 2048, 32, 10, 98_304, 0, True),
+    "HalfCheetah-v5, 1 worker": ("HalfCheetah-v5", 8, 2048, 32, 10, 98_304, 1, True),
     "HalfCheetah-v5, 2 workers": ("HalfCheetah-v5", 8, 2048, 32, 10, 98_304, 2, True),
+    "Humanoid-v5": ("Humanoid-v5", 8, 512, 32, 4, 32_768, 0, True),
+    "Humanoid-v5, 1 worker": ("Humanoid-v5", 8, 512, 32, 4, 32_768, 1, True),
+    "Humanoid-v5, 2 workers": ("Humanoid-v5", 8, 512, 32, 4, 32_768, 2, True),
 }
 
 
