@@ -643,7 +643,7 @@ def to_env(action, space, as_array=np.asarray):
     """
     if isinstance(space, gym.spaces.Box):
         return action.clip(as_array(space.low), as_array(space.high))
-    return action + as_array(getattr(space, "start", 0))
+    return action + as_array(np.int64(getattr(space, "start", 0)))
 
 
 class Game:
@@ -681,20 +681,24 @@ class Game:
         self.length = 0
         self.last_game = None  # score and length of the game that the last step ended, if it did
 
-    def start(self, state=None):
-        """Start a game, or take up the one of a saved state.
-
-        Returns None, or a line that says why the saved game could not be taken up.
-        """
+    def start(self):
+        """Start the first game of the seed."""
         self.arrays["finished"][self.n] = False
+        self.reset(self.seed)
+
+    def resume(self, state):
+        """Take up the game of a saved state, or start a new one if that is not possible.
+
+        Returns None, or a line that says why the game is a new one.
+        """
         if state is None:
-            self.reset(self.seed)
-            return None
+            self.start()
+            return "its state was not saved"
         try:
             self.set_state(pickle.loads(state))
             return None
         except Exception as error:  # the env's packages may have changed, so it may be any
-            self.reset(self.seed)
+            self.start()
             return one_line(error)
 
     def reset(self, seed=None):
@@ -846,15 +850,17 @@ class Games:
             raise GameError(f"{what}\n{traceback.format_exc()}") from None
 
     def start(self, states=None):
-        """Start all games, from those of the N saved `states` that there are.
+        """Start all games, or resume them from the N saved `states`.
 
         Returns a line for each game whose saved state was of no use.
         """
         problems = []
         for game in self.games:
             self.busy = (game, "reset")
-            state = states[game.n] if states else None
-            problems.append(game.start(state))
+            if states is None:
+                game.start()
+            else:
+                problems.append(game.resume(states[game.n]))
         self.busy = None
         return [problem for problem in problems if problem]
 
@@ -1613,7 +1619,9 @@ def film(path, args, model, generator):
             (found,) = Path(folder).glob("video/*.mp4")
             os.replace(found, path)
         except Exception as error:
-            raise GameError(f"argument --video: no film, see README: {one_line(error)}") from None
+            needed = "render should return uint8 pictures (H, W, 3)"
+            line = f"argument --video: no film, see README: {needed}; {one_line(error)}"
+            raise GameError(line) from None
 
 
 class ExportedPolicy(nn.Module):
@@ -1628,7 +1636,9 @@ class ExportedPolicy(nn.Module):
         """Return the action as the env takes it, and with a memory its next state."""
         action, state = self.model.policy(**dict(zip(self.inputs, tensors, strict=True)))
         space = self.model.action_space
-        action = to_env(action.to(torch.as_tensor(space.sample()).dtype), space, torch.as_tensor)
+        if isinstance(space, gym.spaces.Box):  # clip in the Box's precision, as `Game.step` does
+            action = action.to(torch.as_tensor(space.low).dtype)
+        action = to_env(action, space, torch.as_tensor)
         return action if state is None else (action, state)
 
 

@@ -1317,7 +1317,7 @@ def to_env(action, space, as_array=np.asarray):
     """
     if isinstance(space, gym.spaces.Box):
         return action.clip(as_array(space.low), as_array(space.high))
-    return action + as_array(getattr(space, "start", 0))
+    return action + as_array(np.int64(getattr(space, "start", 0)))
 
 
 class Game:
@@ -1420,7 +1420,6 @@ class Game:
         state_keeper(self.env).set_state(state["env"])
         self.seed = state["seed"]
         self.random = state["random"]
-        self.arrays["finished"][self.n] = False
 
 
 def check_step(reward, terminated, truncated):
@@ -1541,7 +1540,7 @@ class Games:
     def resume(self, actor, states):
         """Go on from an actor's saved states. Returns None, or a line that says why not."""
         if states is None:
-            return "their state was not saved"
+            return "its state was not saved"
         try:
             for game, state in zip(self.games_of(actor), states, strict=True):
                 game.set_state(state)
@@ -2559,7 +2558,9 @@ def film(path, args, model, generator):
             (found,) = Path(folder).glob("video/*.mp4")
             os.replace(found, path)
         except Exception as error:
-            raise GameError(f"argument --video: no film, see README: {one_line(error)}") from None
+            needed = "render should return uint8 pictures (H, W, 3)"
+            line = f"argument --video: no film, see README: {needed}; {one_line(error)}"
+            raise GameError(line) from None
 
 
 class ExportedPolicy(nn.Module):
@@ -2574,7 +2575,9 @@ class ExportedPolicy(nn.Module):
         """Return the action as the env takes it, and with a memory its next state."""
         action, state = self.model.policy(**dict(zip(self.inputs, tensors, strict=True)))
         space = self.model.action_space
-        action = to_env(action.to(torch.as_tensor(space.sample()).dtype), space, torch.as_tensor)
+        if isinstance(space, gym.spaces.Box):  # clip in the Box's precision, as `Game.step` does
+            action = action.to(torch.as_tensor(space.low).dtype)
+        action = to_env(action, space, torch.as_tensor)
         return action if state is None else (action, state)
 
 

@@ -99,7 +99,7 @@ class Trouble(Scripted):
         return obs, reward, *ends
 
 
-class Levels(gym.Env):
+class Line(gym.Env):
     """Reach 0 on a line of 2^level cells with noise: a simulation that is quick on every level."""
 
     action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
@@ -111,9 +111,6 @@ class Levels(gym.Env):
     def psi(self):
         return np.round(self.state * 2**self.level).astype(np.float32) / 2**self.level
 
-    def map_from(self, other):
-        self.state, self.t = other.state.copy(), other.t
-
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.state, self.t = self.np_random.normal(size=2), 0
@@ -122,6 +119,45 @@ class Levels(gym.Env):
     def step(self, action):
         self.state, self.t = self.state + 0.1 * np.asarray(action), self.t + 1
         return self.psi(), -float(np.square(self.state).sum()), False, self.t == 10, {}
+
+    def get_state(self):
+        return self.state, self.t, self.np_random
+
+    def set_state(self, state):
+        self.state, self.t, self.np_random = state
+
+
+class Levels(Line):
+    """The line, whose state can be taken over from another level."""
+
+    def map_from(self, other):
+        self.state, self.t = other.state.copy(), other.t
+
+
+class Secret(gym.Env):
+    """An env that also draws from a generator that nobody seeds: it cannot be replayed."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def observe(self):
+        return np.float32([self.first, np.random.default_rng().normal()])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.first, self.t = self.np_random.normal(), 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.t += 1
+        return self.observe(), 1.0, False, self.t == 50, {}
+
+
+def make_wrapped(**options):
+    """Return Pendulum in wrappers: a time limit, another scale of actions and rewards."""
+    env = gym.make("Pendulum-v1", max_episode_steps=30, **options)
+    env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
+    return gym.wrappers.TransformReward(env, lambda reward: reward / 10)
 
 
 def fail_now_and_then():
@@ -158,6 +194,11 @@ def make_flaky(level, evaluation=False):
 def make(level, evaluation=False):
     """Return the simulation that works."""
     return Levels(level)
+
+
+def make_line(level, evaluation=False):
+    """Return a simulation without map_from that can tell its state."""
+    return Line(level)
 
 
 def make_cartpole(level, evaluation=False):
@@ -209,6 +250,9 @@ _scripted = {"ends": ((2, "truncated"), (3, "terminated"), (2, "both"))}
 _registry = {"Scripted-v0": (Scripted, _scripted)}
 _registry["Quick-v0"] = Scripted, {"ends": ((3, "terminated"),), "obs": "four"}
 _registry["Flaky-v0"] = Flaky, {"level": 20}  # so fine that no two starts are alike
+_registry["Line-v0"] = Line, {"level": 20}
+_registry["Secret-v0"] = Secret, {}
+_registry["Wrapped-v0"] = make_wrapped, {}
 _registry["ScriptedBox-v0"] = Scripted, _scripted | {"action": "half"}
 for _where in TROUBLES:  # envs:Trouble-step-v0, ...
     _registry[f"Trouble-{_where}-v0"] = Trouble, {"where": _where}

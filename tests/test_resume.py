@@ -7,7 +7,6 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -44,7 +43,11 @@ CASES = {
         ppo_multilevel,
         "--env ResSim-v1 --eval-every 3 --schedule together --num-workers 2",
     ),
-    "no map_from": (ppo_multilevel, "--env envs:make_cartpole --schedule together"),
+    "no map_from": (ppo_multilevel, "--env envs:make_line --schedule together"),
+    "climb": (ppo_multilevel, "--env ResSim-v1 --schedule climb --eval-every 2"),
+    "its own state": (ppo, "--env envs:Line-v0 --num-workers 2"),
+    "wrappers": (ppo, "--env envs:Wrapped-v0"),
+    "LunarLander": (ppo, "--env LunarLander-v3"),
 }
 SECONDS = {"wall_seconds", "sim_seconds", "sim_cost", "sps"}
 
@@ -115,6 +118,8 @@ def test_resumed_run_is_the_same_run(case, tmp_path, capsys, monkeypatch):
     """6 iterations are 3, a stop, and 3 more: parameters, optimizer, generators, games, logs; also
     if an evaluation is due at the stop, which cuts it short: it is made again."""
     script, options = CASES[case]
+    if case == "LunarLander":
+        pytest.importorskip("Box2D", reason="not among the requirements on Python 3.14")
     monkeypatch.setattr(ppo_atari, "EVAL_STEPS", 40)  # a whole episode takes seconds
     args = parse(script, tmp_path / "whole", "--num-iterations", "6", *options.split())
     whole = script.train(args)
@@ -136,6 +141,7 @@ def test_resumed_run_is_the_same_run(case, tmp_path, capsys, monkeypatch):
     assert resumed.run_dir == part.run_dir
     saved = [script.Checkpoint(run.run_dir).read() for run in (whole, resumed)]
     for state in saved:
+        state.pop("starts")  # a resumed run counts one more
         for name in SECONDS & state["counters"].keys():
             assert state["counters"].pop(name) > 0
         state["history"] = without_times(state["history"])
@@ -195,21 +201,22 @@ def test_seeds(tmp_path, monkeypatch):
     assert "game_seeds" not in json.loads((run.run_dir / "config.json").read_text())
 
 
-def test_games_that_cannot_be_pickled(tmp_path, capsys, monkeypatch):
+def test_games_that_cannot_be_replayed(tmp_path, capsys, monkeypatch):
     """They start new episodes with new seeds, each time, and the log says so once."""
-    pytest.importorskip("Box2D", reason="not among the requirements on Python 3.14")
     seen = first_observations(monkeypatch)
-    run = small_run(ppo, tmp_path, "--env", "LunarLander-v3", iterations=1)
+    run = small_run(ppo, tmp_path, "--env", "envs:Secret-v0", iterations=1)
     assert capsys.readouterr().err == ""
     seeds = {*ppo.game_seeds(run.args, 0)}
     for starts in (1, 2):
         run = resume(ppo, run.run_dir, "--num-iterations", str(1 + starts))
         err = capsys.readouterr().err
-        assert err.startswith("4 games start new episodes: ") and err.count("\n") == 1
+        assert err.startswith("4 of 4 games start new episodes: ") and err.count("\n") == 1
+        assert "playing its actions again led elsewhere" in err
         assert run.starts == starts
-        seeds |= {*(own := ppo.game_seeds(run.args, starts))}
-        first = [gym.make("LunarLander-v3").reset(seed=int(seed))[0] for seed in own]
-        np.testing.assert_array_equal(seen[-1], first)
+        own = ppo.game_seeds(run.args, starts)
+        seeds |= {*own}
+        first = [gym.make("envs:Secret-v0").reset(seed=int(seed))[0] for seed in own]
+        np.testing.assert_array_equal(seen[-1][:, 0], np.array(first)[:, 0])
         assert iterations(run) == [*range(1, 2 + starts)]
     assert len(seeds) == 3 * 4
 
@@ -296,11 +303,8 @@ def test_games_whose_state_does_not_fit(script, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(script.Game, "set_state", set_state)
     capsys.readouterr()
     resumed = resume(script, run_dir, "--num-iterations", "3")
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 4  # games, or actors
-    assert all(
-        "starts a new episode: ValueError: there is another wrapper" in line for line in lines
-    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "4 of 4 games start new episodes: ValueError: there is another wrapper"
     assert iterations(resumed) == [1, 2, 3]
 
 
@@ -317,7 +321,7 @@ def test_games_without_a_state(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(ppo, "rollout", watched)
     capsys.readouterr()
     assert resume(ppo, run_dir, "--num-iterations", "4").starts == 1
-    assert "games start new episodes: one had failed, or" in capsys.readouterr().err
+    assert "4 of 4 games start new episodes: its state was not saved" in capsys.readouterr().err
     for t, expected in enumerate([1, 1.99]):  # CartPole's rewards are 1, γ is 0.99
         assert buffers[0]["discounted"][t].tolist() == pytest.approx([expected] * 4)
 
@@ -338,77 +342,97 @@ def test_run_that_died_while_saving(script, tmp_path, capsys):
     assert not list(run_dir.glob("*.partial"))
 
 
-class Counter(gym.Env):
-    """An env that keeps a number, and says itself what its state is if `says`."""
-
-    observation_space = gym.spaces.Box(0, 99, (1,))
-    action_space = gym.spaces.Discrete(2)
-
-    def __init__(self, says=False, other=None):
-        self.count, self.other = 0, other
-        if says:
-            self.other = lambda: 0  # which cannot be pickled
-            self.get_state, self.set_state = lambda: self.count, lambda state: self.take(state)
-
-    def take(self, state):
-        self.count = 100 + state
+# Games --------------------------------------------------------------------------------------------
 
 
-def state_of(env):
-    """Return the state that a game with this env would save."""
-    return ppo.Game.get_state(SimpleNamespace(seed=7, env=env))
+def started_game(env_id, **options):
+    """Return a started game of ppo.py, and the arrays that it writes to."""
+    args = ppo.parse_args(["--env", env_id, "--num-envs", "1", "--num-minibatches", "1"])
+    model = ppo.make_model(args)
+    pool = ppo.make_pool(args, model, np.array([7]), 0)
+    pool.call("start")
+    return pool.games.games[0], pool.arrays
+
+
+def play(game, arrays, num_steps, seed):
+    """Take random steps. Returns what the game shows after each, (num_steps, D + 4)."""
+    game.env.action_space.seed(seed)
+    names = ("rewards", "ended", "episode_return", "episode_length")
+    shown = []
+    for _ in range(num_steps):
+        arrays["actions"][0] = game.env.action_space.sample() - getattr(game.space, "start", 0)
+        game.step()
+        shown.append([*arrays["obs"][0], *(arrays[name][0] for name in names)])
+    return np.array(shown)
+
+
+REPLAYED = "CartPole-v1 HalfCheetah-v5 Hopper-v5 Taxi-v4 Pendulum-v1 FrozenLake-v1 Blackjack-v1"
+REPLAYED += " Acrobot-v1 LunarLander-v3 envs:Wrapped-v0"
+
+
+@pytest.mark.parametrize("steps", [7, 230])
+@pytest.mark.parametrize("env", REPLAYED.split())
+def test_replay(env, steps):
+    """A game that is resumed in the middle of its first or a later episode goes on bit for bit."""
+    if env == "LunarLander-v3":
+        pytest.importorskip("Box2D", reason="not among the requirements on Python 3.14")
+    game, arrays = started_game(env)
+    play(game, arrays, steps, seed=0)
+    state = game.get_state()
+    other, others = started_game(env)
+    for name, array in arrays.items():
+        others[name][:] = array
+    assert other.resume(state) is None
+    np.testing.assert_array_equal(play(other, others, 20, 1), play(game, arrays, 20, 1))
+    states = [pickle.loads(each.get_state()) for each in (game, other)]
+    assert equal(*states)
+
+
+def test_replay_that_leads_elsewhere():
+    """The game starts a new episode, and says why."""
+    game, arrays = started_game("envs:Secret-v0")
+    play(game, arrays, 3, seed=0)
+    other, others = started_game("envs:Secret-v0")
+    for name, array in arrays.items():
+        others[name][:] = array
+    assert other.resume(game.get_state()).endswith("playing its actions again led elsewhere")
+    assert others["ended"][0] and other.actions == []
+
+
+def test_long_episode_is_not_replayed(monkeypatch):
+    """Beyond MAX_REPLAY steps nothing is kept, and the state is None."""
+    monkeypatch.setattr(ppo.Game, "MAX_REPLAY", 5)
+    game, arrays = started_game("Pendulum-v1")
+    play(game, arrays, 5, seed=0)
+    assert game.get_state() is not None
+    play(game, arrays, 10, seed=0)
+    assert game.get_state() is None and len(game.actions) == 6
 
 
 def test_env_says_its_state():
-    """get_state and set_state of an env are used where it has both, within its wrappers."""
-    envs = [gym.wrappers.TimeLimit(Counter(says=True), 10) for _ in range(2)]
-    envs[0].unwrapped.count, envs[0]._elapsed_steps = 5, 3
-    game = SimpleNamespace(seed=0, env=envs[1])
-    ppo.Game.set_state(game, state_of(envs[0]))
-    assert envs[1].unwrapped.count == 105 and envs[1]._elapsed_steps == 3
-    assert game.seed == 7
+    """get_state and set_state of an env are used, within wrappers that have no state."""
+    game, arrays = started_game("envs:Line-v0")
+    assert ppo.state_keeper(game.env) is game.env.unwrapped
+    play(game, arrays, 4, seed=0)
+    other, _ = started_game("envs:Line-v0")
+    other.env.unwrapped.step = None  # nothing is replayed
+    assert other.resume(game.get_state()) is None
+    assert other.env.unwrapped.t == 4
+    np.testing.assert_array_equal(other.env.unwrapped.state, game.env.unwrapped.state)
 
 
-def test_state_that_looks_back_at_the_env():
-    """A part or a wrapper that knows its env knows the one that goes on, not a copy of it."""
-
-    def make():
-        env = gym.wrappers.TimeLimit(Counter(), 10)
-        env.base, env.unwrapped.other = env.unwrapped, [env.unwrapped.take, env]
-        return env
-
-    old, new = make(), make()
-    old.unwrapped.count = 5
-    ppo.Game.set_state(SimpleNamespace(env=new), state_of(old))
-    assert new.base is new.unwrapped and new.base.count == 5
-    take, wrapper = new.base.other
-    take(1)
-    assert wrapper is new and new.base.count == 101
+def test_state_within_a_wrapper_that_has_one():
+    """A time limit would lose its count: the env is replayed instead. So is MuJoCo."""
+    assert ppo.state_keeper(gym.wrappers.TimeLimit(gym.make("envs:Line-v0"), 10)) is None
+    assert ppo.state_keeper(gym.make("HalfCheetah-v5")) is None  # it has set_state only
 
 
-def test_env_without_a_way_to_tell_its_state():
-    """What cannot be pickled, or another env that would lose its state, is not saved."""
-    env = Counter(says=True)
-    env.get_state = lambda player: 1 / 0  # another meaning, or a failure
-    assert state_of(env) is None
-    assert state_of(Counter(other=lambda: 0)) is None
-    assert state_of(Counter(other=gym.make("HalfCheetah-v5"))) is None
-    assert state_of(Counter(other=[1, 2])) is not None
-    env, array = Counter(), np.arange(4.0)
-    env.state, env.velocity = array, array[:2]  # saved, they would be two arrays
-    assert state_of(env) is None
-    env.state = (grid := array.reshape(2, 2)).T
-    env.velocity = grid.ravel()  # of an array that the env does not keep
-    assert state_of(env) is None
-    env.state, env.velocity = np.zeros((2, 3))  # apart
-    assert state_of(env) is not None
-
-
-def test_how_an_env_was_made_is_not_its_state():
-    """Functions that made an env or wrap it need not be pickled: they are there already."""
-    gym.register("Lambda-v0", entry_point=lambda: Counter())
-    envs = [gym.wrappers.TransformReward(gym.make("Lambda-v0"), lambda r: r) for _ in range(2)]
-    assert all(env.spec.id == "Lambda-v0" for env in envs)  # which a wrapper remembers
-    envs[0].unwrapped.count = 5
-    ppo.Game.set_state(SimpleNamespace(env=envs[1]), state_of(envs[0]))
-    assert envs[1].unwrapped.count == 5
+@pytest.mark.parametrize("failure", ["raises", "cannot be pickled"])
+def test_state_that_cannot_be_saved(monkeypatch, failure):
+    """The game has none then, and starts a new episode when it is resumed."""
+    game, arrays = started_game("envs:Line-v0")
+    returned = {"raises": lambda: 1 / 0, "cannot be pickled": lambda: lambda: 0}
+    monkeypatch.setattr(game.env.unwrapped, "get_state", returned[failure])
+    assert game.get_state() is None
+    assert game.resume(None) == "its state was not saved"
+    assert arrays["ended"][0]
