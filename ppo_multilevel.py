@@ -804,6 +804,11 @@ class Climb:
         self.tried = 0.0  # when the last trial ended
         # Has a level been productive since its last chance?
         self.paid = [False for _ in args.levels]
+        self.kind = ""  # of the window, see `start_window`
+        self.before = None  # the returns of the best check before the window
+        self.window = 0.0  # the window's length in seconds
+        self.spent = 0.0  # the seconds of it that are gone
+        self.check_seconds = 0.0  # what the last check cost
 
     def plan(self):
         """Return what the next iteration does."""
@@ -890,9 +895,9 @@ class Climb:
     def start_window(self, kind="", window=None):
         """Start a window on the level: a "trial", a "chance" or, kind "", neither."""
         self.kind = kind
-        self.before = self.returns  # the best ones before the window
-        self.window = window or self.usual_window(self.level)  # its length in seconds
-        self.spent = 0.0  # the seconds of it that are gone
+        self.before = self.returns
+        self.window = window or self.usual_window(self.level)
+        self.spent = 0.0
 
     def usual_window(self, level):
         """Return how many seconds a window on a level has: what a fair trial of the next costs."""
@@ -1692,7 +1697,7 @@ def measured_iteration(model, pool, level, num_steps, args, generator):
         optimizer = make_optimizer(model, args)
         update(model, optimizer, batch, Plan([0], [num_steps], []), args, generator)
 
-    simulated = float(pool.arrays["seconds"].sum()) / max(1, len(pool.workers))
+    simulated = float(pool.arrays["seconds"][OWN, level].sum()) / max(1, len(pool.workers))
     rest = time.perf_counter() - started - simulated
     return simulated / len(batch["obs"]), max(0.0, rest)
 
@@ -2629,7 +2634,7 @@ def analyse(args):
     print_table(rows)
     for row in rows[:-1]:
         if row["against"] == args.levels[-1]:
-            row["verdict"] = verdict(row, by_step=args.coupling == "step")
+            row["verdict"] = verdict(row, args.coupling == "step")
             print(f"level {row['level']}: {row['verdict']}")
 
     path = Path(args.analyse or run_path(args)) / "analysis.csv"
@@ -2896,19 +2901,24 @@ def play_round(model, pool, members, args, generator):
     roles = roles_of(members)
     unfinished = np.ones((members, pool.buffer["noise"].shape[1]), bool)
     chunks = []
-    while unfinished.any() and len(chunks) < EVAL_STEPS // EVAL_CHUNK:
+    for done in range(0, EVAL_STEPS, EVAL_CHUNK):
+        num_steps = min(EVAL_CHUNK, EVAL_STEPS - done)
         noise = model.head.noise(EVAL_CHUNK * args.num_envs, generator)
         pool.buffer["noise"][:] = noise.view(pool.buffer["noise"].shape)
         pool.buffer["ended"][:] = True  # where a process stops early, since all have finished
-        pool.play(model, EVAL_CHUNK, level=members - 1, coupling=coupling, first_episodes=True)
+        pool.play(model, num_steps, level=members - 1, coupling=coupling, first_episodes=True)
 
-        chunk = {name: pool.buffer[name][roles].copy() for name in model.stored + RESULTS}
+        chunk = {}
+        for name in model.stored + RESULTS:
+            chunk[name] = pool.buffer[name][roles, :num_steps]  # a copy
         ended = chunk.pop("ended")
         if coupling == "step":  # partners end with the fine member
             ended[:] = ended[-1]
         chunk["own"] = own_steps(ended, unfinished)
         unfinished = unfinished & ~ended.any(axis=1)
         chunks.append(chunk)
+        if not unfinished.any():
+            break
     buffer = {}
     for name in chunks[0]:
         buffer[name] = np.concatenate([chunk[name] for chunk in chunks], axis=1)
@@ -3877,7 +3887,7 @@ def is_paired(args):
 
 def check_levels(parser, args):
     """Refuse levels that are not in order, or too few of them."""
-    least = 1 if args.analyse is None else 2
+    least = 2 if args.analyse else 1
     if args.levels != sorted(set(args.levels)) or len(args.levels) < least:
         parser.error("argument --levels: give them, coarse to fine, like 1 2 3 (--analyse: two up)")
 

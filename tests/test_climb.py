@@ -79,7 +79,7 @@ def window(rule, run, mean, spread=0.0):
     while rule.before is before or iterations == 0:
         level = rule.level
         assert rule.plan()[:3] == ([level], [1], [])
-        row = rule.review(run, None)
+        row = rule.review(run, None, None)
         assert row["level"] == level + 1
         iterations += 1
         if rule.spent == 0.0:
@@ -96,7 +96,7 @@ def test_productive_level_is_kept(climb):
     assert rule.time == 260 + 3 * 32  # checks of 2 · 16 s: at first, after 200 s, at the end
     assert rule.window == 250 and run.said == []
     rule.time = 2000
-    assert [rule.usual(level) for level in range(3)] == [400, 850, 850]
+    assert [rule.usual_window(level) for level in range(3)] == [400, 850, 850]
 
 
 @pytest.mark.parametrize("norm_obs", [False, True])
@@ -110,7 +110,7 @@ def test_first_fit_of_the_values(climb, norm_obs):
         if norm_obs:
             run.model.obs_norm.update(torch.zeros(10))
         run.checks = [(0.0, 0.0)]
-        rule.review(run, None)
+        rule.review(run, None, None)
         if iteration == 2:
             rule.go(run, 0, 0.0, "to the first parameters")
     assert fits == [not norm_obs, norm_obs, False, True, norm_obs]
@@ -124,7 +124,7 @@ def test_noise_goes_up(climb):
     window(rule, run, 1.49 * error, 1.0)
     assert rule.level == 1 and rule.plan().refit and rule.plan().refit  # until it is done
     run.checks = [(0.0, 0.0)]
-    rule.review(run, None)
+    rule.review(run, None, None)
     assert not rule.plan().refit
     assert "level 1 → 2" in run.said[0] and "up: no more than noise" in run.said[0]
     rule, run = climb()
@@ -157,7 +157,7 @@ def test_last_chance(climb):
         rule, run = climb()
         window(rule, run, 1.0)
         rule.level = 1  # as if a trial had been kept
-        rule.start()
+        rule.start_window()
         window(rule, run, 1.0)  # no gain
         assert rule.level == 0 and "last chance" in run.said[0]
         assert rule.window == 5 * 170  # what a trial of the third level would cost
@@ -166,10 +166,10 @@ def test_last_chance(climb):
         if again:  # and only one chance, until an ordinary window is productive again
             for mean, productive in ((2.0, False), (3.0, True)):
                 rule.level = 0
-                rule.start()
+                rule.start_window()
                 window(rule, run, mean)
                 rule.level = 1
-                rule.start()
+                rule.start_window()
                 window(rule, run, mean)
                 assert rule.level == (0 if productive else 2)
 
@@ -179,7 +179,7 @@ def test_last_chance_is_of_the_nearest_cheaper_level(climb):
     for level, nearest in ((1, 0), (2, 1)):
         rule, run = climb()
         rule.level, rule.paid = level, [True, True, False]
-        rule.start()
+        rule.start_window()
         window(rule, run, -1.0)
         assert rule.level == nearest and "last chance" in run.said[0]
 
@@ -234,7 +234,7 @@ def test_checks_are_charged_to_the_rules_time(climb):
     rule, run = climb()
     rule.window, run.checks, due = 1e9, [(0.0, 0.0)] * 99, []
     for iteration in range(1, 41):
-        if "check_return" in rule.review(run, None):
+        if "check_return" in rule.review(run, None, None):
             due.append(iteration)
     assert due == [10, 20, 30, 40]  # 6 · 32 s ≤ 10 · 20 s
     assert rule.time == 40 * 20 + 5 * 32
@@ -397,9 +397,11 @@ def test_run_tensorboard_picture(run):
     assert [image.step for image in images] == evaluated and len(evaluated) > 1
     envs = [ml.make_env(run.args.env, run.args.eval_level, evaluation=True) for _ in range(2)]
     obs, over = [env.reset(seed=ml.EVAL_SEED + i)[0] for i, env in enumerate(envs)], [False]
+    act, arrays = ml.fast_act(run.result), {"actions": np.zeros((2, 64), np.float32)}
     while not any(over):  # both, since rows of one matrix are rounded otherwise than a row alone
-        actions = run.result.policy(torch.from_numpy(np.stack(obs)))[0].detach().numpy()
-        steps = [env.step(ml.to_env(a, env.action_space)) for env, a in zip(envs, actions)]
+        act(arrays | {"obs": np.stack(obs)})
+        pairs = zip(envs, arrays["actions"])
+        steps = [env.step(ml.to_env(action, env.action_space)) for env, action in pairs]
         obs, _, over, *_ = zip(*steps)
     picture = cv2.imdecode(np.frombuffer(images[-1].encoded_image_string, np.uint8), 1)
     assert np.array_equal(picture[..., ::-1], envs[0].render())
@@ -433,7 +435,7 @@ def test_checks_have_fields_of_their_own(run):
     args = run.args
     with ml.closing(ml.make_check_pool(args, run.model)) as pool:
         pool.call("start")
-        envs = [game.env for game in pool.games.games]
+        envs = [game.env for game in pool.games.own[0]]
     assert [env.field for env in envs] == [0, 1, 2, 3] and envs[0].grid.shape == (32, 32)
     sets = [ml.ResSim("ResSim-v1", 3).grid, ml.ResSim("ResSim-v1", 3, evaluation=True).grid]
     for grid in sets:
@@ -450,7 +452,7 @@ def test_ranks_share_the_games_of_a_check(run, monkeypatch, ranks, shares):
         monkeypatch.setattr(ml, "RANK", rank)
         with ml.closing(ml.make_check_pool(run.args, run.model)) as pool:
             pool.call("start")
-            fields.append([game.env.field for game in pool.games.games])
+            fields.append([game.env.field for game in pool.games.own[0]])
         assert len(fields[rank]) == share
     assert sum(fields, []) == [*range(sum(shares))]
 
@@ -626,7 +628,7 @@ def test_costs_are_of_steps_within_an_episode(monkeypatch):
 
     def counted(model, pool, level, *rest):
         result = rollout(model, pool, level, *rest)
-        grid = pool.games.members[2 * level][0].env.grid
+        grid = pool.games.own[level][0].env.grid
         factored.append((level, len(grid.factored)))
         return result
 
@@ -694,10 +696,10 @@ def test_control_weights_are_the_recursion():
 
 
 def pairs(rho, n=4000, shift=0.0):
-    """Return batches of two levels: advantages of own¹, sync², own², with a correlation."""
+    """Return own batches of two levels and the partners', whose advantages are correlated."""
     a, b, c = torch.randn(3, n, generator=torch.Generator().manual_seed(0))
     fine = rho * b + (1 - rho**2) ** 0.5 * c + shift
-    return [{"advantages": x} for x in (a, b, fine)]
+    return [{"advantages": a}, {"advantages": fine}], [{"advantages": b}]
 
 
 def together(*words):
@@ -712,9 +714,9 @@ def test_control_weight_and_steps_are_measured():
     """β = Cov/Var; T^c/T^f = √(ρ² (c_f + c_c) / ((1 − ρ²) c_c)): Peherstorfer et al. 2016."""
     rule = together("--num-steps", "400", "auto")
     assert rule.plan()[::2] == ([0, 1], [1.0])
-    batches = pairs(0.6)
-    rule.review(None, batches)
-    own, sync = batches[2]["advantages"].numpy(), batches[1]["advantages"].numpy()
+    batches, partners = pairs(0.6)
+    rule.review(None, batches, partners)
+    own, sync = batches[1]["advantages"].numpy(), partners[0]["advantages"].numpy()
     (_, covariance), (_, variance) = np.cov(own, sync)
     assert rule.plan().controls[0] == pytest.approx(covariance / variance, rel=1e-4)
     rho = np.corrcoef(own, sync)[0, 1]
@@ -728,28 +730,28 @@ def test_control_weight_and_steps_are_measured():
 def test_useless_coarse_level_is_weighed_out():
     """Without correlation β tends to 0, and the finest level gets all the steps there are."""
     rule = together("--num-steps", "50", "auto")
-    rule.review(None, pairs(0.0))
+    rule.review(None, *pairs(0.0))
     assert rule.plan().controls[0] < 0.05 and rule.plan().num_steps[1] > 25
-    rule.review(None, pairs(-0.5))  # never negative
+    rule.review(None, *pairs(-0.5))  # never negative
     assert 0 <= rule.plan().controls[0] < 0.05
 
 
 def test_control_of_one_is_algorithm_4():
     """--control 1 keeps the weights of Algorithm 4 whatever is measured; so do numbers for T."""
     rule = together("--num-steps", "50", "5", "--control", "1")
-    rule.review(None, pairs(0.3))
+    rule.review(None, *pairs(0.3))
     assert rule.plan() == ([0, 1], [50, 5], [1.0], False)
 
 
 def test_mean_over_iterations():
     """What was measured before counts nine times as much as the newest iteration."""
     rule = together("--num-steps", "50", "5")
-    rule.review(None, pairs(0.9))
+    rule.review(None, *pairs(0.9))
     first = rule.controls[0]
-    rule.review(None, pairs(0.1))
-    now = pairs(0.1)
-    latest = np.cov(now[2]["advantages"], now[1]["advantages"])[0, 1]
-    variance = pairs(0.9)[1]["advantages"].var().item()
+    rule.review(None, *pairs(0.1))
+    own, partners = pairs(0.1)
+    latest = np.cov(own[1]["advantages"], partners[0]["advantages"])[0, 1]
+    variance = pairs(0.9)[1][0]["advantages"].var().item()
     assert rule.controls[0] == pytest.approx(0.9 * first + 0.1 * latest / variance, rel=1e-3)
 
 
