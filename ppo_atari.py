@@ -1570,12 +1570,14 @@ def evaluate(model, pool, generator=None, run=None):
     sample = generator is not None
     pool.call("start")
     for done in range(0, EVAL_STEPS, EVAL_CHUNK):
+        if run is not None and run.signal:
+            break
         if sample:
             noise = model.head.noise(EVAL_CHUNK * len(arrays["obs"]), generator)
             pool.buffer["noise"][:] = noise.view(pool.buffer["noise"].shape)
         num_steps = min(EVAL_CHUNK, EVAL_STEPS - done)
         pool.play(model, num_steps, sample=sample, first_episodes=True)
-        if arrays["finished"].all() or (run and run.signal):
+        if arrays["finished"].all():
             break
 
     finished = arrays["finished"]
@@ -1803,8 +1805,11 @@ def options_of_run(parser, argv, args, run_dir, may_change):
     """Return the options of a run, with those of argv that may change; refuse others."""
     try:
         options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
+        if "env" not in options:
+            raise ValueError("config.json names no env")
         known = set(vars(args)) - set(NOT_KEPT)
-        tell_of_other_options(known - set(options), set(options) - known)
+        missing = known - set(options)
+        unknown = set(options) - known
         options = {name: value for name, value in options.items() if name in known}
         if any(getattr(args, name) for name in LENGTHS):  # another length replaces the run's
             options |= dict.fromkeys(LENGTHS)
@@ -1819,6 +1824,7 @@ def options_of_run(parser, argv, args, run_dir, may_change):
         make_model(args).load_state_dict(Checkpoint(run_dir).read()["model"])
     except Exception as error:
         parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
+    tell_of_other_options(missing, unknown)
     return args
 
 

@@ -1,6 +1,7 @@
 """Tests of the worker pool: start methods, games that fail, workers and runs that are killed."""
 
 import functools
+import json
 import multiprocessing
 import os
 import re
@@ -36,13 +37,8 @@ OWN = {
 GOOD = {ppo: "CartPole-v1", ppo_atari: "Breakout", ppo_multilevel: "envs:make"}
 COMMANDS = {
     ppo: [["start"], ["step"]],
-    ppo_atari: [["start"], ["step"], ["rollout"]],
-    ppo_multilevel: [
-        ["start"],
-        ["step"],
-        ["step", 1, False],
-        ["step", 1, True],
-    ],
+    ppo_atari: [["start"], ["step"]],
+    ppo_multilevel: [["start"], ["step", 0], ["step", 1, "noise"], ["step", 1, "step"]],
 }
 linux = pytest.mark.skipif(sys.platform != "linux", reason="uses /proc and /dev/shm")
 
@@ -127,12 +123,10 @@ def make_pool(script, args, model, num_workers, start_method=None):
         return script.make_pool(args, model, script.game_seeds(args, 0), num_workers)
 
 
-def shared_model(script, args):
-    """Return a model and its optimizer; Atari's is in shared memory, as `train` has it."""
+def make_model(script, args):
+    """Return a model."""
     torch.manual_seed(0)
-    model = script.make_model(args)
-    optimizer = script.make_optimizer(model)
-    return model.share_memory() if script is ppo_atari else model, optimizer
+    return script.make_model(args)
 
 
 # The pool -----------------------------------------------------------------------------------------
@@ -149,31 +143,36 @@ def test_workers_do_what_this_process_does(script, tmp_path, start_method, num_w
     if start_method == "fork" and not hasattr(os, "fork"):
         pytest.skip("no fork here")
     args = parse(script, tmp_path, "--env", GOOD[script], "--num-envs", "4")
-    model, optimizer = shared_model(script, args)
+    model = make_model(script, args)
     hows = (0, None), (num_workers, start_method)
     pools = [make_pool(script, args, model, *how) for how in hows]
     assert len(pools[1].workers) == num_workers
 
-    def call(*command):
-        for pool in pools:
-            pool.call(*command)
-        for name in set(pools[0].arrays) - {"seconds"}:
-            np.testing.assert_array_equal(*(pool.arrays[name] for pool in pools), name)
+    def compare(*arrays):
+        for name in set(arrays[0]) - {"seconds"}:
+            np.testing.assert_array_equal(*(each[name] for each in arrays), name)
 
     try:
-        if script is ppo_atari:
-            noise = np.random.default_rng(0).gumbel(size=pools[0].arrays["*noise"].shape)
-            for pool in pools:
-                pool.arrays["*noise"][:] = noise
+        noise = np.random.default_rng(0).gumbel(size=pools[0].buffer["noise"].shape)
+        for pool in pools:
+            pool.buffer["noise"][:] = noise
         for command in COMMANDS[script]:
-            call(*command)
+            for pool in pools:
+                pool.call(*command)
+            compare(*(pool.arrays for pool in pools))
         assert np.abs(pools[0].arrays["obs"]).min(axis=-1).max() > 0
-        if script is ppo_atari:  # the workers have the weights that the optimizer has
-            with torch.no_grad():
-                for group in optimizer.param_groups:
-                    group["params"][0].zero_()
-            call("rollout")
-            np.testing.assert_array_equal(pools[1].arrays["*actions"], noise.argmax(axis=-1))
+        with torch.no_grad():  # the workers have the weights that an update would leave
+            for parameter in model.parameters():
+                parameter.zero_()
+        for pool in pools:
+            pool.play(model, len(noise))
+        compare(*(pool.arrays for pool in pools))
+        compare(*(pool.buffer for pool in pools))
+        actions = pools[1].buffer["actions"]
+        if script is ppo_multilevel:  # a Gaussian with mean 0 and σ 1
+            np.testing.assert_allclose(actions[ppo_multilevel.OWN], noise, rtol=1e-6)
+        else:
+            np.testing.assert_array_equal(actions, noise.argmax(axis=-1))
     finally:
         for pool in pools:
             pool.close()
@@ -184,14 +183,15 @@ def test_arrays_are_aligned(tmp_path):
     """By the alignment of an array torch may round otherwise: two pools would not do the same."""
     args = parse(ppo, tmp_path, "--env", "CartPole-v1", "--num-envs", "3")
     for _ in range(3):
-        pool = make_pool(ppo, args, shared_model(ppo, args)[0], 0)
-        assert {array.ctypes.data % 64 for array in pool.arrays.values()} == {0}
+        pool = make_pool(ppo, args, make_model(ppo, args), 0)
+        arrays = [*pool.arrays.values(), *pool.buffer.values()]
+        assert {array.ctypes.data % 64 for array in arrays} == {0}
 
 
 def test_more_workers_than_games(script, tmp_path):
     """There are never more workers than games."""
     args = parse(script, tmp_path, "--env", GOOD[script], "--num-envs", "4")
-    pool = make_pool(script, args, shared_model(script, args)[0], 7)
+    pool = make_pool(script, args, make_model(script, args), 7)
     pool.close()
     assert len(pool.workers) == 4
 
@@ -209,8 +209,7 @@ def test_game_that_raises(script, tmp_path, bad_env, where, num_workers):
     first, *rest = str(error.value).splitlines()
     assert env in first
     assert ("level 2" in first) == (script is ppo_multilevel)
-    doing = "start" if where == "reset" and script is not ppo_multilevel else where
-    assert re.search(rf"\(seed \d+\) failed in {doing}: RuntimeError: broken on purpose", first)
+    assert re.search(rf"\(seed \d+\) failed in {where}: RuntimeError: broken on purpose", first)
     assert rest[0].startswith("Traceback") and "broken on purpose" in rest[-1]
     assert ("test_pool.py" if script is ppo_atari else "envs.py") in str(error.value)
     if where == "step":  # training had begun
@@ -353,7 +352,7 @@ def test_signal_during_an_evaluation(script, tmp_path, monkeypatch, during):
     monkeypatch.setattr(script, "evaluate", evaluate)
     result = script.train(args)
     assert result.signal == signal.SIGTERM
-    assert cuts == [args.eval_episodes]  # after their first step
+    assert cuts == [args.eval_episodes]  # before their first step
     assert np.isnan(result.history[-1]["eval_return"])
     assert script.Checkpoint(result.run_dir).read()["counters"]["iteration"] == during
     assert iterations(result.run_dir) == list(range(during + 1))
@@ -437,9 +436,9 @@ def test_run_that_is_stopped_at_once(script, tmp_path, monkeypatch, where):
         where == "update" and len(updates) == 3 and stop()
         return real_update(*arguments)
 
-    def call(games, *arguments):
+    def call(games, *arguments, **options):
         where == "games" and len(updates) == 2 and not stopped and stop()
-        return real_call(games, *arguments)
+        return real_call(games, *arguments, **options)
 
     monkeypatch.setattr(script, "update", update)
     monkeypatch.setattr(script.Games, "call", call)
@@ -550,7 +549,7 @@ ENDS = [
 class Drawers:
     """Games that draw by the generators of NumPy and torch, not by one of their own."""
 
-    def __init__(self, rows, _):
+    def __init__(self, rows, *_):
         self.rows = rows
 
     def call(self, _):
@@ -562,7 +561,7 @@ def test_workers_draw_other_numbers(script, monkeypatch):
 
     def drawn(seed):
         torch.manual_seed(seed)
-        with closing(script.WorkerPool(Drawers, {}, 4, 4)) as pool:
+        with closing(script.WorkerPool(Drawers, {}, {}, 4, 4, None)) as pool:
             return np.array(sum(pool.call("draw"), []))
 
     first, again, other = drawn(1), drawn(1), drawn(2)
@@ -575,7 +574,7 @@ def test_workers_draw_other_numbers(script, monkeypatch):
 class Solvers:
     """Games of which each starts a program; game 0 fails with an error if it is to."""
 
-    def __init__(self, error, rows, _):
+    def __init__(self, error, rows, *_):
         self.programs = [subprocess.Popen(["sleep", "60"]) for _ in rows]
         self.rows, self.error = rows, error
 
@@ -600,7 +599,7 @@ def solve(make_pool, pipe):
 def test_programs_of_games_end(script, how):
     """What games have started ends by their close, however the run ends."""
     make_games = functools.partial(Solvers, script.GameError)
-    make_pool = functools.partial(script.WorkerPool, make_games, {}, 4, 2)
+    make_pool = functools.partial(script.WorkerPool, make_games, {}, {}, 4, 2, None)
     if how == "kill main":
         context = multiprocessing.get_context("fork")
         here, there = context.Pipe()
@@ -624,7 +623,7 @@ def test_programs_of_games_end(script, how):
 class Slow:
     """Games that take `seconds` for every command, `close` too."""
 
-    def __init__(self, seconds, rows, _):
+    def __init__(self, seconds, rows, *_):
         self.seconds = seconds
 
     def call(self, command):
@@ -636,7 +635,7 @@ class Slow:
 @pytest.mark.parametrize("error, seconds", [(None, 6), (KeyboardInterrupt, 60)])
 def test_close_waits(script, capsys, error, seconds):
     """Games have half a minute to close, but five seconds after Ctrl-C; who is killed is told."""
-    pool = script.WorkerPool(functools.partial(Slow, seconds), {}, 2, 2)
+    pool = script.WorkerPool(functools.partial(Slow, seconds), {}, {}, 2, 2, None)
     started = time.monotonic()
     with suppress(KeyboardInterrupt), closing(pool):
         if error:
@@ -720,7 +719,7 @@ def test_run_that_is_ended(script, how, tmp_path):
 class Torch:
     """Games that compute in torch, with as many threads as there are."""
 
-    def __init__(self, rows, arrays):
+    def __init__(self, rows, *_):
         pass
 
     def call(self, command):
@@ -731,9 +730,10 @@ class Torch:
 def test_games_in_torch(script):
     """A fork has none of the threads that torch's parallel loops wait for, so workers use one."""
     code = f"import {script.__name__} as s, test_pool; test_pool.torch.set_num_threads(2);"
-    code += "test_pool.Torch(0, 0).call(0); pool = s.WorkerPool(test_pool.Torch, {}, 2, 2);"
+    code += "test_pool.Torch(0).call(0);"
+    code += "pool = s.WorkerPool(test_pool.Torch, {}, {}, 2, 2, None);"
     code += "print(pool.call('step')); pool.close()"
     path = os.pathsep.join([str(Path(script.__file__).parent), str(Path(__file__).parent)])
     run = [sys.executable, "-c", code]
     done = subprocess.run(run, env=os.environ | {"PYTHONPATH": path}, timeout=60, stdout=-1)
-    assert done.stdout.split() == [b"[1.0,", b"1.0]"]
+    assert json.loads(done.stdout) == pytest.approx([1.0, 1.0], rel=1e-6)
