@@ -414,9 +414,8 @@ def minibatch_loss(model, mb, args):
     approx_kl, clipfrac = policy_change(logratio, args.clip_coef)
 
     # PPO, Eq. (9): loss = E[−L^CLIP + c_v ½ (V_θ − R)² − c_e H]
-    loss = pg_loss - args.ent_coef * entropy
-    if args.baseline:
-        loss = loss + args.vf_coef * v_loss
+    value_coef = args.vf_coef if args.baseline else 0.0
+    loss = pg_loss + value_coef * v_loss - args.ent_coef * entropy
     # PPO, Eq. (8): + β KL(π_old, π_θ)
     if args.kl_coef:
         loss = loss + args.kl_coef * approx_kl
