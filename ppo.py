@@ -91,26 +91,26 @@ from torch import nn
 
 def add_ppo_options(parser):
     """Add the options of PPO that all scripts of the family share, with the defaults of ppo.py."""
-    add = parser.add_argument_group("PPO").add_argument
+    add = parser.add_argument_group("PPO", "Usual ranges stand in brackets.").add_argument
     count = integer(1)
     positive = real(1e-300)
     not_negative = real(0)
     fraction = real(0, 1)
     modes = ("minibatch", "batch", "off")
-    add("--num-envs", type=integer(1, 100_000), default=4, help="N, environments; usual 4 to 64")
-    add("--learning-rate", type=positive, default=2.5e-4, help="Adam's step size; 1e-5 to 1e-3")
+    add("--num-envs", type=integer(1, 100_000), default=4, help="N, environments (4 to 64)")
+    add("--learning-rate", type=positive, default=2.5e-4, help="Adam's step size (1e-5 to 1e-3)")
     add("--anneal-lr", action=FLAG, default=True, help="lower the rate linearly to 0 over the run")
-    add("--gamma", type=fraction, default=0.99, help="γ, discount per step; usual 0.9 to 0.9997")
-    add("--gae-lambda", type=fraction, default=0.95, help="λ of GAE; 0: low variance, 1: no bias")
+    add("--gamma", type=fraction, default=0.99, help="γ, discount per step (0.9 to 0.9997)")
+    add("--gae-lambda", type=fraction, default=0.95, help="λ, 0: low variance, 1: no bias (0.95)")
     add("--num-minibatches", type=count, default=4, help="B, minibatches per epoch; divides N · T")
-    add("--update-epochs", type=count, default=4, help="K, passes over a rollout; usual 3 to 30")
+    add("--update-epochs", type=count, default=4, help="K, passes over a rollout (3 to 30)")
     add("--norm-adv", choices=modes, default="minibatch", help="over what to normalise advantages")
-    add("--clip-coef", type=positive, default=0.2, help="ε, clipping range 1 ± ε; 0.1 to 0.3")
+    add("--clip-coef", type=positive, default=0.2, help="ε, clip r_t(θ) at 1 ± ε (0.1 to 0.3)")
     add("--clip-vloss", action=FLAG, default=True, help="clip V's change at ±ε too, in V's units")
-    add("--ent-coef", type=not_negative, default=0.01, help="c_e, entropy bonus; usual 0 to 0.01")
-    add("--vf-coef", type=not_negative, default=0.5, help="c_v, value loss; usual 0.5 to 1")
-    add("--max-grad-norm", type=positive, default=0.5, help="clip the gradient to this norm")
-    add("--target-kl", type=positive, help="end an update at this KL(π_old, π); 0.01 to 0.05")
+    add("--ent-coef", type=not_negative, default=0.01, help="c_e, weight of entropy (0 to 0.01)")
+    add("--vf-coef", type=not_negative, default=0.5, help="c_v, weight of the value loss (0.5, 1)")
+    add("--max-grad-norm", type=positive, default=0.5, help="clip the gradient to this global norm")
+    add("--target-kl", type=positive, help="stop an update above this KL(π_old, π) (0.01 to 0.05)")
 
 
 def add_network_options(parser):
@@ -122,27 +122,28 @@ def add_network_options(parser):
     add("--activation", choices=names, default="tanh", help="activation of the hidden layers")
     add("--layer-norm", action=FLAG, default=False, help="LayerNorm before every activation")
     add("--shared-net", action=FLAG, default=False, help="policy and V share the hidden layers")
-    add("--init-log-std", type=real(), default=0.0, help="initial log σ of a Gaussian; -3 to 0")
-    add("--full-covariance", action=FLAG, default=False, help="Gaussian with correlated entries")
-    add("--norm-obs", action=FLAG, default=False, help="normalise observations, clip at ±10")
-    add("--norm-value", action=FLAG, default=False, help="normalise V's targets (PopArt)")
+    add("--init-log-std", type=real(), default=0.0, help="initial log σ of a Gaussian (-3 to 0)")
+    add("--full-covariance", action=FLAG, default=False, help="correlate a Gaussian's entries")
+    add("--norm-obs", action=FLAG, default=False, help="observations as (s − μ) / σ, within ±10")
+    add("--norm-value", action=FLAG, default=False, help="V's targets as (R − μ) / σ (PopArt)")
 
 
 def add_own_options(parser):
     """Add the options that only ppo.py has."""
     add = parser.add_argument_group("ppo.py").add_argument
+    many = integer(1, 100_000)
     positive = real(1e-300)
     cells = ("gru", "lstm")
     add("--env", default="CartPole-v1", help="Gymnasium id, or module:id")
-    add("--num-steps", type=integer(1, 100_000), default=128, help="T per iteration; 16 to 2048")
-    add("--norm-reward", action=FLAG, default=False, help="scale rewards by the return's σ")
+    add("--num-steps", type=many, default=128, help="T, steps per iteration (16 to 2048)")
+    add("--norm-reward", action=FLAG, default=False, help="divide rewards by σ of the return")
     add("--action-masks", action=FLAG, help="use the env's action masks; by default if it has them")
-    add("--time-limit-bootstrap", action=FLAG, default=True, help="V counts after a time limit")
-    add("--baseline", action=FLAG, default=True, help="off: Â_t = Σ_k (γλ)^k r_{t+k}, without V")
-    add("--kl-coef", type=real(0), default=0.0, help="β of a KL penalty beside clipping; 0.01 to 3")
-    add("--adaptive-lr", type=positive, help="adapt the rate to this KL, at most 0.01; usual 0.01")
-    add("--value-learning-rate", type=positive, help="of V's own parameters; --learning-rate")
-    add("--rnn", choices=cells, help="memory before the hidden layers; then B divides N")
+    add("--time-limit-bootstrap", action=FLAG, default=True, help="after a time limit, V counts")
+    add("--baseline", action=FLAG, default=True, help="off: no V, Â_t = Σ_k (γλ)^k r_{t+k}")
+    add("--kl-coef", type=real(0), default=0.0, help="β of a KL penalty besides (0.01 to 3)")
+    add("--adaptive-lr", type=positive, help="adapt the rate to this KL, up to 1e-2 (0.01)")
+    add("--value-learning-rate", type=positive, help="rate of V alone, if not --learning-rate")
+    add("--rnn", choices=cells, help="memory in front of the hidden layers; B must divide N")
     add("--rnn-size", type=integer(1, 10_000), default=64, help="H, width of the memory")
 
 
@@ -2011,26 +2012,27 @@ def add_run_options(parser):
     group = parser.add_argument_group("run")
     add = group.add_argument
     count = integer(1)
-    not_negative = integer(0)
+    natural = integer(0)
+    many = integer(1, 100_000)
     add("--seed", type=integer(0, 2**63 - 1), default=1, help="seed of all generators")
     add("--device", default="auto", help="auto, cpu, cuda or mps; auto: cpu, or cuda for Atari")
-    add("--num-workers", type=not_negative, default=0, help="processes that play; 0: only this one")
+    add("--num-workers", type=natural, default=0, help="processes that play; 0: this one plays")
     add("--log-dir", type=os.path.abspath, default="runs", help="folder of the runs' folders")
     add("--run-name", help="name of the run's folder, if not env__script__seed__time")
-    add("--eval-every", type=not_negative, default=0, help="iterations between evaluations; 0: off")
-    add("--eval-episodes", type=integer(1, 100_000), default=16, help="episodes of an evaluation")
-    add("--save-every", type=not_negative, default=50, help="iterations between checkpoints")
+    add("--eval-every", type=natural, default=0, help="iterations between evaluations; 0: never")
+    add("--eval-episodes", type=many, default=16, help="episodes of an evaluation")
+    add("--save-every", type=natural, default=50, help="iterations between checkpoints; 0: at end")
     add("--sample", action="store_true", help="with --eval: sample actions, not the policy's mode")
     add("--video", action="store_true", help="with --eval: also write video.mp4")
     add("--export-onnx", action="store_true", help="with --eval: also write policy.onnx")
     add("--quiet", action="store_true", help="print no status lines")
 
     add = group.add_mutually_exclusive_group().add_argument
-    add("--resume", type=os.path.abspath, help="run folder to go on with, by its own options")
-    add("--eval", type=os.path.abspath, help="run folder whose policy is evaluated, by its mode")
+    add("--resume", type=os.path.abspath, help="folder of a run to go on with, by its own options")
+    add("--eval", type=os.path.abspath, help="folder of a run whose policy's mode is evaluated")
 
     add = group.add_mutually_exclusive_group().add_argument
-    add("--total-timesteps", type=count, help="steps of all environments; ppo.py 500,000")
+    add("--total-timesteps", type=count, help="steps of all environments; 500,000 (Atari: 10M)")
     add("--num-iterations", type=count, help="length of the run in iterations")
 
 

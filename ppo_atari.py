@@ -76,26 +76,26 @@ from torch import nn
 
 def add_ppo_options(parser):
     """Add the options of PPO that all scripts of the family share, with the defaults of ppo.py."""
-    add = parser.add_argument_group("PPO").add_argument
+    add = parser.add_argument_group("PPO", "Usual ranges stand in brackets.").add_argument
     count = integer(1)
     positive = real(1e-300)
     not_negative = real(0)
     fraction = real(0, 1)
     modes = ("minibatch", "batch", "off")
-    add("--num-envs", type=integer(1, 100_000), default=4, help="N, environments; usual 4 to 64")
-    add("--learning-rate", type=positive, default=2.5e-4, help="Adam's step size; 1e-5 to 1e-3")
+    add("--num-envs", type=integer(1, 100_000), default=4, help="N, environments (4 to 64)")
+    add("--learning-rate", type=positive, default=2.5e-4, help="Adam's step size (1e-5 to 1e-3)")
     add("--anneal-lr", action=FLAG, default=True, help="lower the rate linearly to 0 over the run")
-    add("--gamma", type=fraction, default=0.99, help="γ, discount per step; usual 0.9 to 0.9997")
-    add("--gae-lambda", type=fraction, default=0.95, help="λ of GAE; 0: low variance, 1: no bias")
+    add("--gamma", type=fraction, default=0.99, help="γ, discount per step (0.9 to 0.9997)")
+    add("--gae-lambda", type=fraction, default=0.95, help="λ, 0: low variance, 1: no bias (0.95)")
     add("--num-minibatches", type=count, default=4, help="B, minibatches per epoch; divides N · T")
-    add("--update-epochs", type=count, default=4, help="K, passes over a rollout; usual 3 to 30")
+    add("--update-epochs", type=count, default=4, help="K, passes over a rollout (3 to 30)")
     add("--norm-adv", choices=modes, default="minibatch", help="over what to normalise advantages")
-    add("--clip-coef", type=positive, default=0.2, help="ε, clipping range 1 ± ε; 0.1 to 0.3")
+    add("--clip-coef", type=positive, default=0.2, help="ε, clip r_t(θ) at 1 ± ε (0.1 to 0.3)")
     add("--clip-vloss", action=FLAG, default=True, help="clip V's change at ±ε too, in V's units")
-    add("--ent-coef", type=not_negative, default=0.01, help="c_e, entropy bonus; usual 0 to 0.01")
-    add("--vf-coef", type=not_negative, default=0.5, help="c_v, value loss; usual 0.5 to 1")
-    add("--max-grad-norm", type=positive, default=0.5, help="clip the gradient to this norm")
-    add("--target-kl", type=positive, help="end an update at this KL(π_old, π); 0.01 to 0.05")
+    add("--ent-coef", type=not_negative, default=0.01, help="c_e, weight of entropy (0 to 0.01)")
+    add("--vf-coef", type=not_negative, default=0.5, help="c_v, weight of the value loss (0.5, 1)")
+    add("--max-grad-norm", type=positive, default=0.5, help="clip the gradient to this global norm")
+    add("--target-kl", type=positive, help="stop an update above this KL(π_old, π) (0.01 to 0.05)")
 
 
 def add_own_options(parser):
@@ -1709,26 +1709,27 @@ def add_run_options(parser):
     group = parser.add_argument_group("run")
     add = group.add_argument
     count = integer(1)
-    not_negative = integer(0)
+    natural = integer(0)
+    many = integer(1, 100_000)
     add("--seed", type=integer(0, 2**63 - 1), default=1, help="seed of all generators")
     add("--device", default="auto", help="auto, cpu, cuda or mps; auto: cpu, or cuda for Atari")
-    add("--num-workers", type=not_negative, default=0, help="processes that play; 0: only this one")
+    add("--num-workers", type=natural, default=0, help="processes that play; 0: this one plays")
     add("--log-dir", type=os.path.abspath, default="runs", help="folder of the runs' folders")
     add("--run-name", help="name of the run's folder, if not env__script__seed__time")
-    add("--eval-every", type=not_negative, default=0, help="iterations between evaluations; 0: off")
-    add("--eval-episodes", type=integer(1, 100_000), default=16, help="episodes of an evaluation")
-    add("--save-every", type=not_negative, default=50, help="iterations between checkpoints")
+    add("--eval-every", type=natural, default=0, help="iterations between evaluations; 0: never")
+    add("--eval-episodes", type=many, default=16, help="episodes of an evaluation")
+    add("--save-every", type=natural, default=50, help="iterations between checkpoints; 0: at end")
     add("--sample", action="store_true", help="with --eval: sample actions, not the policy's mode")
     add("--video", action="store_true", help="with --eval: also write video.mp4")
     add("--export-onnx", action="store_true", help="with --eval: also write policy.onnx")
     add("--quiet", action="store_true", help="print no status lines")
 
     add = group.add_mutually_exclusive_group().add_argument
-    add("--resume", type=os.path.abspath, help="run folder to go on with, by its own options")
-    add("--eval", type=os.path.abspath, help="run folder whose policy is evaluated, by its mode")
+    add("--resume", type=os.path.abspath, help="folder of a run to go on with, by its own options")
+    add("--eval", type=os.path.abspath, help="folder of a run whose policy's mode is evaluated")
 
     add = group.add_mutually_exclusive_group().add_argument
-    add("--total-timesteps", type=count, help="steps of all environments; ppo.py 500,000")
+    add("--total-timesteps", type=count, help="steps of all environments; 500,000 (Atari: 10M)")
     add("--num-iterations", type=count, help="length of the run in iterations")
 
 

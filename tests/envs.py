@@ -252,7 +252,7 @@ _registry["Quick-v0"] = Scripted, {"ends": ((3, "terminated"),), "obs": "four"}
 _registry["Flaky-v0"] = Flaky, {"level": 20}  # so fine that no two starts are alike
 _registry["Line-v0"] = Line, {"level": 20}
 _registry["Secret-v0"] = Secret, {}
-_registry["Wrapped-v0"] = make_wrapped, {}
+_registry["Rescaled-v0"] = make_wrapped, {}
 _registry["ScriptedBox-v0"] = Scripted, _scripted | {"action": "half"}
 for _where in TROUBLES:  # envs:Trouble-step-v0, ...
     _registry[f"Trouble-{_where}-v0"] = Trouble, {"where": _where}

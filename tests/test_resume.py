@@ -46,7 +46,7 @@ CASES = {
     "no map_from": (ppo_multilevel, "--env envs:make_line --schedule together"),
     "climb": (ppo_multilevel, "--env ResSim-v1 --schedule climb --eval-every 2"),
     "its own state": (ppo, "--env envs:Line-v0 --num-workers 2"),
-    "wrappers": (ppo, "--env envs:Wrapped-v0"),
+    "wrappers": (ppo, "--env envs:Rescaled-v0"),
     "LunarLander": (ppo, "--env LunarLander-v3"),
 }
 SECONDS = {"wall_seconds", "sim_seconds", "sim_cost", "sps"}
@@ -367,7 +367,7 @@ def play(game, arrays, num_steps, seed):
 
 
 REPLAYED = "CartPole-v1 HalfCheetah-v5 Hopper-v5 Taxi-v4 Pendulum-v1 FrozenLake-v1 Blackjack-v1"
-REPLAYED += " Acrobot-v1 LunarLander-v3 envs:Wrapped-v0"
+REPLAYED += " Acrobot-v1 LunarLander-v3 envs:Rescaled-v0"
 
 
 @pytest.mark.parametrize("steps", [7, 230])
