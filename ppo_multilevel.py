@@ -1205,7 +1205,7 @@ def fast_act(model):
     weights = [layer.weight.detach().numpy().T for layer in linear]  # views: they see every update
     biases = [layer.bias.detach().numpy() for layer in linear]
     discrete = isinstance(model.head, Categorical)
-    sigma = 1 if discrete else model.head.log_std.detach().exp().numpy()
+    sigma = None if discrete else model.head.log_std.detach().exp().numpy()
     norm = model.obs_norm
     normalising = isinstance(norm, RunningNorm)
     if normalising:
@@ -1220,7 +1220,7 @@ def fast_act(model):
             h = np.tanh(h @ W + b)
         actions = h @ weights[-1] + biases[-1]  # logits, or means
         if noise is not None:
-            actions = actions + sigma * noise
+            actions = actions + noise if discrete else actions + sigma * noise
         if discrete:
             actions = actions.argmax(axis=-1)
         arrays["actions"][:] = actions.reshape(arrays["actions"].shape)
@@ -1429,11 +1429,10 @@ class Game:
 
 def check_step(reward, terminated, truncated):
     """Raise ValueError unless a step returned a number and two flags; arrays are neither."""
-    for value in (reward, terminated, truncated):
-        if getattr(value, "shape", ()) != ():
-            raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
-    if terminated not in (True, False) or truncated not in (True, False):
-        raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
+    returned = (reward, terminated, truncated)
+    arrays = [value for value in returned if getattr(value, "shape", ()) != ()]
+    if arrays or terminated not in (True, False) or truncated not in (True, False):
+        raise ValueError(f"not a number and two flags: {returned}")
 
 
 def state_keeper(env):

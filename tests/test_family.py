@@ -190,6 +190,8 @@ def test_help_can_be_printed(script, capsys):
     assert "%(" not in text and "==SUPPRESS==" not in text
     for action in option_parser(script)._actions:
         assert all(name in text for name in action.option_strings)
+    examples = text.partition("examples:")[2].split("\n")
+    assert sum(line.strip().startswith(f"python {script}.py") for line in examples) == 4
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
