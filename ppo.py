@@ -1019,7 +1019,7 @@ class Game:
         """Reset the env, to its next episode or to the first one of a seed."""
         self.random_state = None
         if seed is None:
-            self.random_state = self.env.unwrapped.np_random.bit_generator.state
+            self.random_state = random_state(self.env)
         self.actions = []
         self.arrays["ended"][self.n] = True  # the episode before this one
         obs, info = self.env.reset(seed=seed)
@@ -1118,6 +1118,12 @@ def check_step(reward, terminated, truncated):
     arrays = [value for value in returned if getattr(value, "shape", ()) != ()]
     if arrays or terminated not in (True, False) or truncated not in (True, False):
         raise ValueError(f"not a number and two flags: {returned}")
+
+
+def random_state(env):
+    """Return the state of the env's random generator, or None if it is of another kind."""
+    generator = getattr(env.unwrapped.np_random, "bit_generator", None)
+    return None if generator is None else generator.state
 
 
 def state_keeper(env):

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import envs
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -397,6 +398,17 @@ def test_replay_that_leads_elsewhere():
         others[name][:] = array
     assert other.resume(game.get_state()).endswith("playing its actions again led elsewhere")
     assert others["ended"][0] and other.actions == []
+
+
+def test_generator_of_another_kind(monkeypatch):
+    """An env may use NumPy's old generator: it plays, and starts a new episode when resumed."""
+    game, arrays = started_game("envs:Line-v0")
+    monkeypatch.setattr(envs.Line, "get_state", property(), raising=False)  # hasattr says no
+    game.env.unwrapped.np_random = np.random.RandomState(0)
+    play(game, arrays, 25, seed=0)
+    state = game.get_state()
+    other, others = started_game("envs:Line-v0")
+    assert other.resume(state).endswith("led elsewhere") and others["ended"][0]
 
 
 def test_long_episode_is_not_replayed(monkeypatch):
