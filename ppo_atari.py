@@ -1822,7 +1822,10 @@ def options_of_run(parser, argv, args, run_dir, may_change):
             if getattr(args, name) != value:
                 name = name.replace("_", "-")
                 parser.error(f"argument --{name}: the run has {value}, which cannot change")
-        make_model(args).load_state_dict(Checkpoint(run_dir).read()["model"])
+        state = Checkpoint(run_dir).read()
+        make_model(args).load_state_dict(state["model"])
+        if args.resume and "starts" not in state:
+            raise ValueError("it is of an older version of this script, which only --eval can use")
     except Exception as error:
         parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
     tell_of_other_options(missing, unknown)

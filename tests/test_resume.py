@@ -248,6 +248,21 @@ def test_games_that_cannot_be_restored(script, tmp_path, capsys, damage):
 
 
 @SCRIPTS
+def test_checkpoint_of_an_older_version(script, tmp_path, capsys):
+    """Its policy can be evaluated. One line says that the run cannot be resumed."""
+    run_dir = small_run(script, tmp_path).run_dir
+    state = script.Checkpoint(run_dir).read()
+    del state["starts"]
+    torch.save(state, run_dir / "checkpoint.pt")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        script.parse_args(["--resume", str(run_dir)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "older version of this script, which only --eval can use" in line
+    assert script.parse_args(["--eval", str(run_dir)]).eval == str(run_dir)
+
+
+@SCRIPTS
 def test_options_that_may_change(script, tmp_path, capsys):
     """Length of the run, workers, evaluation, saving, device; what is given again as it was."""
     run = small_run(script, tmp_path, "--gamma", "0.5")

@@ -28,7 +28,6 @@ CASES = {
     "HalfCheetah-v5, 1 worker": ("HalfCheetah-v5", 8, 2048, 32, 10, 98_304, 1, True),
     "HalfCheetah-v5, 2 workers": ("HalfCheetah-v5", 8, 2048, 32, 10, 98_304, 2, True),
     "Humanoid-v5": ("Humanoid-v5", 8, 512, 32, 4, 32_768, 0, True),
-    "Humanoid-v5, 1 worker": ("Humanoid-v5", 8, 512, 32, 4, 32_768, 1, True),
     "Humanoid-v5, 2 workers": ("Humanoid-v5", 8, 512, 32, 4, 32_768, 2, True),
 }
 
