@@ -1,6 +1,6 @@
 """Multilevel PPO: policy optimisation for expensive simulations that exist on several levels.
 
-    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, 1.5 to 6 minutes
+    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, 2 to 6 minutes
     python ppo_multilevel.py --env ResSim-v1 --levels 5    # finest grid only: PPO
     python ppo_multilevel.py --env ResSim-v1 --schedule together          # the paper's schedule
     python ppo_multilevel.py --env my_simulation.py:Rod --levels 1 2 3   # yours, see README
@@ -9,8 +9,8 @@ How to read this file
     This is `ppo.py` for a simulation that exists on L levels (grids, time steps), coarse to fine.
     GAE, the losses, the network and the machinery are those of ppo.py. What is new stands in
     `train`, `rollout`, `update` and in the section "levels". Two schedules choose the levels:
-    *climb*, the default, trains on one level at a time. Checks on the finest level tell which one
-    teaches most per second, see `Climb`.
+    *adaptive*, the default, trains on one level at a time, the one that teaches most per second.
+    It goes by costs, by correlations with the finest level and by checks on it, see `Adaptive`.
     *together* is the paper's multilevel Monte Carlo, see `Together`. In each iteration N actors
     take many steps, T^1, on the coarsest level and few, T^L, on the finest.
 
@@ -145,9 +145,10 @@ def add_own_options(parser):
     )
     add(
         "--schedule",
-        choices=("climb", "together"),
-        help="climb: one level at a time; together: all levels in each iteration (by default rate "
-        "3e-5, 10 epochs, KL 0.05, 200 iterations); None: climb if there are several levels",
+        choices=("adaptive", "together"),
+        help="adaptive: one level at a time, the one that teaches most per second; together: all "
+        "levels in each iteration (by default rate 3e-5, 10 epochs, KL 0.05, 200 iterations); "
+        "None: adaptive if there are several levels",
     )
     add(
         "--levels",
@@ -158,12 +159,11 @@ def add_own_options(parser):
     )
     add(
         "--num-steps",
-        type=or_auto(integer(1, 100_000)),
+        type=integer(1, 100_000),
         nargs="+",
         default=[50],
-        help="T^l, steps per actor and iteration: one number per level. A climb also takes one for "
-        "all levels. together also takes 'T auto': T on the coarsest level, the rest by costs and "
-        "variances. The sum of levels is unbiased if all are whole episodes",
+        help="T^l, steps per actor and iteration: one number per level, or one for all levels. "
+        "together: the sum of levels is unbiased if all are whole episodes",
     )
     add(
         "--control",
@@ -174,7 +174,8 @@ def add_own_options(parser):
     add(
         "--total-cost",
         type=positive,
-        help="length of the run in steps of the finest level; None: climbs by --env or 100 N T",
+        help="length of the run in steps of the finest level, with updates at what they cost; "
+        "None: by --env, or as long as 100 iterations on the finest level",
     )
     add(
         "--level-costs",
@@ -187,14 +188,15 @@ def add_own_options(parser):
         "--check-episodes",
         type=integer(2, 100_000),
         default=16,
-        help="episodes of each check of a climb",
+        help="episodes of each check on the finest level, with --schedule adaptive",
     )
     add(
         "--analyse",
         nargs="?",
         const="",
         metavar="RUN_DIR",
-        help="do not train: print which levels pay, by this run's policy or the initial one",
+        help="do not train: print what each level costs and how well it agrees with the finest, "
+        "for this run's policy or the initial one",
     )
     add("--eval-level", type=count, help="level of evaluations, if not the last")
     add(
@@ -215,9 +217,10 @@ def add_own_options(parser):
 
 # ------------------------------------------------------------------------------------ train
 def train(args, rule=None):
-    """Train as `args` say; `rule` chooses each iteration's levels, see `Climb`. Returns the `Run`.
+    """Train as `args` say. Returns the `Run`.
 
-    Saves, then raises GameError, when a game fails.
+    The `rule` chooses each iteration's levels, see `Adaptive`. Saves, then raises GameError, when a
+    game fails.
     """
     torch.set_num_threads(1)  # more threads only slow a small network down
     torch.manual_seed(args.seed)
@@ -230,7 +233,7 @@ def train(args, rule=None):
         while run.goes_on():
             remaining = 1 - run.share_done() if args.anneal_lr else 1
             scale_learning_rates(optimizer, remaining)
-            plan = rule.plan()  # the levels of this iteration: one of a climb, all if together
+            plan = rule.plan()  # the levels of this iteration: one if adaptive, all if together
 
             # Sample: T^l steps on each of these levels; together, above the coarsest, in pairs.
             own = []  # each level's own batch
@@ -259,9 +262,9 @@ def train(args, rule=None):
             if args.norm_obs:
                 model.obs_norm.update(torch.cat([rows["obs"] for rows in own]))
 
-            # Charge what was simulated. A climb may then check the policy, and change its level.
+            # Charge the iteration. The rule may then check the policy, and choose another level.
             run.charge(run.pool, iteration=1, global_step=len(batch["obs"]))
-            row |= rule.review(run, own, partners)
+            row |= rule.review(run, own, partners, episodes)
             run.end_iteration(row, episodes, len(batch["obs"]))
     return run
 
@@ -332,12 +335,12 @@ def play(games, num_steps, level=0, coupling=None, sample=True, first_episodes=F
 
     Every step in this script is taken here: in rollouts, checks, evaluations and analyses, in
     workers and in the main process. The policy samples its actions from the buffer's noise, or
-    takes its mode. With `first_episodes` it stops when every own game, and every partner that plays
-    by itself, has finished an episode since it was started.
+    takes its mode. With `first_episodes` it stops when every game has finished an episode since it
+    was started.
 
     `coupling` says what partners do. None: they do not play. "noise": they act themselves, with the
     same noise, and follow when a fine episode ends. "step": they take the fine member's actions,
-    and follow in each step. "apart": they act themselves, with the same noise, and never follow.
+    and follow in each step.
     """
     own = view(games.arrays, OWN, level)  # what the games show now, (N, ...)
     partner = view(games.arrays, PARTNER, level)
@@ -348,7 +351,7 @@ def play(games, num_steps, level=0, coupling=None, sample=True, first_episodes=F
         act(own, noise)
         if coupling == "step":
             partner["actions"][:] = own["actions"]
-        elif coupling is not None:
+        elif coupling == "noise":
             act(partner, noise)
         for name in games.model.stored:  # what the policy saw and did
             games.buffer[name][:, t] = games.arrays[name][:, level]
@@ -357,12 +360,8 @@ def play(games, num_steps, level=0, coupling=None, sample=True, first_episodes=F
         for name in RESULTS:  # what came of it
             games.buffer[name][:, t] = games.arrays[name][:, level]
 
-        if first_episodes:
-            finished = own["finished"].all()
-            if coupling == "apart":
-                finished &= partner["finished"].all()
-            if finished:
-                break
+        if first_episodes and own["finished"].all():
+            break
 
 
 def view(arrays, role, level):
@@ -661,7 +660,7 @@ def mean_row(rows):
 
 def make_rule(args):
     """Return the rule of --schedule."""
-    rules = {"climb": Climb, "together": Together}
+    rules = {"adaptive": Adaptive, "together": Together}
     return rules[args.schedule](args)
 
 
@@ -681,9 +680,7 @@ class Together:
     see other parts of the episodes than the level below does.
 
     --control auto: β_l = Cov(Â^l, Ã^{l−1}) / Var(Ã^{l−1}), clipped to [0, 1], makes the variance of
-    the difference Â^l − β_l Ã^{l−1} least. --num-steps auto: T^l ∝ √(V_l / C_l). V_l is that
-    variance, times Π_{k>l} β_k², and C_l the cost of a step of the pair (Giles 2015, Acta Numerica
-    24).
+    the difference Â^l − β_l Ã^{l−1} least.
     """
 
     best = None  # the run's result is its last parameters
@@ -705,33 +702,9 @@ class Together:
     def plan(self):
         """Return what the next iteration does."""
         levels = list(range(len(self.args.levels)))
-        num_steps = list(self.args.num_steps)
-        if "auto" in num_steps:
-            for level, T in enumerate(self.best_num_steps()):
-                if num_steps[level] == "auto":
-                    num_steps[level] = T
-        return Plan(levels, num_steps, self.controls)
+        return Plan(levels, self.args.num_steps, self.controls)
 
-    def best_num_steps(self):
-        """Return T^l ∝ √(V_l / C_l), rounded so that minibatches and ranks share the rows."""
-        args = self.args
-        L = len(args.levels)
-        costs = np.ones(L)
-        if args.level_costs:
-            costs = np.array(args.level_costs)[:L]
-        pair_costs = costs + np.concatenate([[0], costs[:-1]])  # C_l
-        beta = np.array([0.0, *self.controls])
-        own, cov, partner = self.moments.T.numpy()
-        above = np.array([math.prod(self.controls[level:]) for level in range(L)])  # Π_{k>l} β_k
-        variances = above**2 * (own - 2 * beta * cov + beta**2 * partner).clip(1e-12)  # V_l
-
-        ratios = np.sqrt(variances / pair_costs)
-        unit = math.lcm(args.num_minibatches * NUM_RANKS, args.num_envs) // args.num_envs
-        first = args.num_steps[0]
-        units = np.rint(first * ratios / max(ratios[0], 1e-12) / unit).clip(1, first // unit)
-        return [unit * int(n) for n in units]
-
-    def review(self, run, own, partners):
+    def review(self, run, own, partners, episodes):
         """Measure an iteration's rows: own batches of all levels, partners' of all but the first.
 
         Returns what to log: Var(Â^l − Ã^{l−1}) / Var(Â^1), which tells what a level's correction
@@ -767,148 +740,209 @@ class Together:
         self.moments = state["moments"]
 
 
-class Climb:
-    """--schedule climb: one level at a time, the one that pays on the finest level.
+class Adaptive:
+    """--schedule adaptive: one level at a time, the one that teaches most per second.
 
-    A check plays episodes on the finest level with the policy's mode, always from the same starts.
-    The best parameters by these checks are the run's result, and a new level starts from them.
+    ρ of a level is the correlation of its returns with the finest level's, when both play from the
+    same starts with the same noise. To first order it is the cosine between what the two levels
+    want to change in the policy. An iteration teaches as much as ρ² tells, and takes a known time.
+    So the rule trains on the level with the largest trust · ρ² / seconds. It measures ρ now and
+    then. The trust tells what ρ cannot: whether the level still has something to teach.
 
-    A window of training on a level, see `usual_window`, is productive if it raises the best check
-    by more than ERRORS standard errors of the difference. Then the run stays on the level. Once a
-    window costs at most a SHARE of the time since the last trial, it tries the next level, and
-    keeps it if that gains more per second (of --level-costs) than the window before did. After an
-    unproductive window the nearest cheaper level that was productive since its last chance gets a
-    window of the same length. If that is in vain, the run goes up.
+    A level keeps the run for a window of some iterations. Then a *check* plays episodes on the
+    finest level with the policy's mode, always from the same starts. If the best check has risen by
+    more than its noise, the level's trust becomes 1. That of all others doubles: the policy has
+    changed, so what they failed at is past. Without a gain the level's trust is halved. The best
+    parameters by the checks are the run's result.
     """
 
-    ERRORS = 1.5
-    SHARE = 0.25
-    CHECKS = 6  # a check is due after training as long as so many checks, or at a window's end
-    ITERATIONS = 5  # a window has at least so many iterations of the next level
-    PART = 0.2  # a window has at least this part of the time so far
+    WINDOW_ITERATIONS = 8  # a window has at least so many iterations,
+    WINDOW_CHECKS = 5  # takes at least as long as so many checks,
+    WINDOW_SHARE = 0.15  # and at least this share of the time so far
+    CHECK_AFTER = 6  # a check is due after training as long as so many checks, or at a window's end
+    ERRORS = 1.0  # a gain is more than so many standard errors of the difference of checks
+    MEASURE_SHARE = 0.05  # measurements of ρ may take this share of the time
+    LEAST_RHO = 0.03  # what a smaller ρ counts, or one below 0
+    HIGH_RHO = 0.9  # from here on what is good on a level is good on the finest one
 
-    SAVED = ["level", "refit", "best", "adam", "returns", "time", "unchecked", "home", "rate"]
-    SAVED += ["tried", "paid", "kind", "before", "window", "spent", "check_seconds"]
+    SAVED = ["level", "trust", "rho", "measured", "measurements", "refit", "best", "adam"]
+    SAVED += ["best_seconds", "returns", "latest", "before", "own_returns", "window_end"]
+    SAVED += ["check_due", "check_seconds"]
 
     def __init__(self, args):
         self.args = args
-        self.level = 0
-        self.refit = not args.norm_obs  # whether to refit V, which is random at first
+        self.level = None  # the level index that is trained on
+        self.trust = [1.0 for _ in args.levels]
+        self.rho = [1.0 for _ in args.levels]  # 1 until it is measured
+        self.measured = 0.0  # when ρ was measured last, in seconds; None if it cannot be
+        self.measurements = 0  # how often
+        self.refit = False  # whether to refit V, see `refit_values`
         self.best = None  # the model's state at the best check
         self.adam = None  # the optimizer's state there
+        self.best_seconds = 0.0  # when that was
         self.returns = None  # the returns (E,) of the best check
-        self.time = 0.0  # seconds in all
-        self.unchecked = 0.0  # seconds since the last check
-        self.home = 0  # the level that was left
-        self.rate = 0.0  # the gain per second there
-        self.tried = 0.0  # when the last trial ended
-        # Has a level been productive since its last chance?
-        self.paid = [False for _ in args.levels]
-        self.kind = ""  # of the window, see `start_window`
-        self.before = None  # the returns of the best check before the window
-        self.window = 0.0  # the window's length in seconds
-        self.spent = 0.0  # the seconds of it that are gone
-        self.check_seconds = 0.0  # what the last check cost
+        self.latest = None  # those of the latest check
+        self.before = None  # those of the best check before the window
+        self.own_returns = []  # the level's own returns in the window, a mean for each iteration
+        self.window_end = 0.0  # when the window is over, in seconds
+        self.check_due = 0.0  # when a check is due, in seconds
+        self.check_seconds = 0.0  # what the latest check has cost
+
+    def begin(self, run):
+        """Make the first check and choose the first level. Returns what is logged."""
+        row = {"check_return": self.check(run)}
+        self.choose_level(run)
+        # V is random at first. With --norm-obs it is fitted one iteration later.
+        self.refit = not self.args.norm_obs
+        return row | self.logged()
 
     def plan(self):
         """Return what the next iteration does."""
         return Plan([self.level], [self.args.num_steps[self.level]], [], self.refit)
 
-    def begin(self, run):
-        """Make the first check. Returns what is logged of it."""
-        row = {"level": self.args.levels[0], "check_return": self.check(run)}
-        self.start_window()
-        return row
-
-    def review(self, run, own, partners):
-        """After an iteration: check if it is due, choose the level if the window is over."""
-        row = {"level": self.args.levels[self.level]}
-        seconds = self.seconds(self.level)
-        self.time += seconds
-        self.spent += seconds
-        self.unchecked += seconds
+    def review(self, run, own, partners, episodes):
+        """After an iteration: check if it is due; at a window's end judge and choose the level."""
+        row = self.logged()
+        if episodes[self.level]:
+            returns = [episode_return for episode_return, _ in episodes[self.level]]
+            self.own_returns.append(float(np.mean(returns)))
         # The first observations to normalise by change what V sees: the next iteration refits it.
         rows = self.args.num_envs * self.args.num_steps[self.level]
         self.refit = self.args.norm_obs and float(run.model.obs_norm.count) <= rows
 
-        window_is_over = self.spent >= self.window
-        check_is_due = self.unchecked >= self.CHECKS * self.check_seconds
+        window_is_over = run.seconds() >= self.window_end
+        check_is_due = run.seconds() >= self.check_due
         if window_is_over or check_is_due or run.share_done() >= 1:
             row["check_return"] = self.check(run)
         if window_is_over:
-            self.choose(run)
+            self.judge(run)
+            self.choose_level(run)
+        return row
+
+    def logged(self):
+        """Return the level, and what is known of all levels, for the log."""
+        row = {"level": self.args.levels[self.level]}
+        for name, rho, trust in zip(self.args.levels, self.rho, self.trust):
+            row[f"levels/rho_{name}"] = rho
+            row[f"levels/trust_{name}"] = trust
         return row
 
     def check(self, run):
         """Return the mean return of a check; keep the parameters if they are the best so far."""
-        returns, cost = run.check()
-        self.check_seconds = cost * self.args.level_costs[-2]
-        self.time += self.check_seconds
-        self.unchecked = 0.0
-        if self.best is None or returns.mean() > self.returns.mean():
+        began = run.seconds()
+        self.latest = run.check()
+        self.check_seconds = run.seconds() - began
+        self.check_due = run.seconds() + self.CHECK_AFTER * self.check_seconds
+        if self.best is None or self.latest.mean() > self.returns.mean():
             self.best = copy.deepcopy(run.model.state_dict())
             self.adam = copy.deepcopy(run.optimizer.state_dict())
-            self.returns = returns
-        return float(returns.mean())
+            self.best_seconds = run.seconds()
+            self.returns = self.latest
+        return float(self.latest.mean())
 
-    def choose(self, run):
-        """Stay on the level or go to another one, by what the window has gained."""
-        level = self.level
-        last = len(self.args.levels) - 1
+    def judge(self, run):
+        """Trust the level by what the window has gained on the finest level."""
         gains = self.returns - self.before
-        gain = float(gains.mean())
-        rate = gain / self.spent
-        productive = gain > self.ERRORS * float(gains.std()) / len(gains) ** 0.5
-        self.paid[level] = self.kind != "chance" and (productive or self.paid[level])
+        error = gains.std() / len(gains) ** 0.5
+        if gains.mean() > self.ERRORS * error:
+            self.trust = [min(1.0, 2 * trust) for trust in self.trust]
+            self.trust[self.level] = 1.0
+            return
 
-        chances = [i for i in range(level) if self.paid[i]]  # the nearest last
-        window = self.usual_window(level)
-        trial_is_affordable = window <= self.SHARE * (self.time - self.tried)
-        if self.kind == "trial" and rate <= self.rate:
-            self.go(run, self.home, rate, "back: less than there")
-        elif self.kind == "chance" and not productive:
-            self.go(run, min(self.home + 1, last), rate, "up: the last chance was missed")
-        elif productive and not self.kind and level < last and trial_is_affordable:
-            self.go(run, level + 1, rate, "a trial", "trial", window)
-            self.tried = self.time + window
-        elif not productive and chances:
-            self.go(run, chances[-1], rate, "a last chance: no more than noise", "chance", window)
-        elif not productive and level < last:
-            self.go(run, level + 1, rate, "up: no more than noise")
-        else:
-            self.start_window()
+        self.trust[self.level] /= 2
+        is_worse = self.latest.mean() < self.returns.mean()
+        if is_worse and not self.progress_is_hidden():
+            self.go_back(run)
 
-    def go(self, run, level, rate, why, kind="", window=None):
-        """Go to a level, from the best parameters, for a window of so many seconds, or as usual."""
-        if RANK == 0 and not self.args.quiet:
-            names = self.args.levels
-            found = f"{rate:.2g} per second, best {self.returns.mean():.4f}"
-            print(f"level {names[self.level]} → {names[level]}, {why} ({found})", flush=True)
-        self.home = self.level
-        self.rate = rate
-        self.level = level
-        self.refit = True
+    def progress_is_hidden(self):
+        """Whether the level's own return rises, where this is good for the finest level as well.
+
+        The return of the policy's mode can stand still, or fall, while that of its samples rises.
+        The slope of a least-squares line through the window's own returns must be over two errors.
+        """
+        y = np.array(self.own_returns)
+        if len(y) < 4 or self.rho[self.level] < self.HIGH_RHO:
+            return False
+        x = np.arange(len(y)) - (len(y) - 1) / 2
+        slope = (x @ y) / (x @ x)
+        residuals = y - y.mean() - slope * x
+        error = math.sqrt((residuals @ residuals) / (len(y) - 2) / (x @ x))
+        return bool(slope > 2 * error)
+
+    def go_back(self, run):
+        """Go on from the best parameters."""
         run.model.load_state_dict(self.best)
         run.optimizer.load_state_dict(copy.deepcopy(self.adam))  # a copy: Adam writes into it
-        self.start_window(kind, window)
+        self.refit = True
 
-    def start_window(self, kind="", window=None):
-        """Start a window on the level: a "trial", a "chance" or, kind "", neither."""
-        self.kind = kind
+    def choose_level(self, run):
+        """Measure ρ if it is due, and start a window on the level that teaches most per second."""
+        if self.measurement_is_due(run):
+            self.measure(run)
+
+        best = None
+        for level, (trust, rho) in enumerate(zip(self.trust, self.rho)):
+            worth = trust * rho**2 / self.seconds(level)
+            if best is None or worth >= best:  # of equals the finest
+                best = worth
+                chosen = level
+        if chosen != self.level:
+            self.tell(run, chosen)
+            self.level = chosen
+            self.refit = True
+        self.start_window(run)
+
+    def start_window(self, run):
+        """Start a window on the level."""
         self.before = self.returns
-        self.window = window or self.usual_window(self.level)
-        self.spent = 0.0
+        self.own_returns = []
+        iterations = self.WINDOW_ITERATIONS * self.seconds(self.level)
+        checks = self.WINDOW_CHECKS * self.check_seconds
+        share = self.WINDOW_SHARE * run.seconds()
+        self.window_end = run.seconds() + max(iterations, checks, share)
 
-    def usual_window(self, level):
-        """Return how many seconds a window on a level has: what a fair trial of the next costs."""
-        above = min(level + 1, len(self.args.levels) - 1)
-        return max(self.ITERATIONS * self.seconds(above), self.PART * self.time)
+    def tell(self, run, level):
+        """Print which level is trained on from now on, and why."""
+        if RANK > 0 or self.args.quiet:
+            return
+        name = run.pool.call("level_names")[0][level]
+        rho = f"{self.rho[level]:.2f}" if self.measurements else "not measured"
+        line = f"training on level {name}: {self.seconds(level):.2g} s an iteration, "
+        line += f"correlation with the finest {rho}, trust {self.trust[level]:.2g}; "
+        line += f"best check {self.returns.mean():.4f}"
+        print(line, flush=True)
 
     def seconds(self, level):
         """Return what an iteration on a level index takes: simulation and update."""
         *step_costs, update = self.args.level_costs  # an update on the coarsest level's rows
         T = self.args.num_steps
         return self.args.num_envs * T[level] * step_costs[level] + T[level] / T[0] * update
+
+    def measurement_is_due(self, run):
+        """Whether the time since ρ was measured pays for measuring it again."""
+        if self.measured is None or len(self.args.levels) == 1:
+            return False
+        costs = self.args.level_costs[: len(self.args.levels)]
+        steps_of_an_episode = self.check_seconds / costs[-1] / self.args.check_episodes
+        episodes = num_rounds(self.args) * self.args.num_envs
+        needed = episodes * steps_of_an_episode * sum(costs)
+        affordable = self.MEASURE_SHARE * (run.seconds() - self.measured)
+        return needed <= affordable and run.seconds() >= 1.5 * self.measured
+
+    def measure(self, run):
+        """Measure ρ of all levels. If that cannot be done, say so, and go by the trust alone."""
+        self.measurements += 1
+        returns, starts, problem = play_alike(run.model, run.pool, self.args, self.measurements)
+        run.charge(run.pool, side_by_side=True)
+        run.pool.call("start", None, game_seeds(self.args, MEASURE_SEED, self.measurements))
+        self.measured = run.seconds()
+        rho = correlations(returns, starts)
+        if problem:
+            report(f"{problem}: levels are chosen by costs and gains alone")
+            self.measured = None
+            self.rho = [1.0 for _ in self.rho]
+        elif rho[-1] > 0:  # else nothing that the policy does changes the finest level's returns
+            self.rho = rho.clip(self.LEAST_RHO, 1).tolist()
 
     def state(self):
         """Return what a checkpoint keeps."""
@@ -918,6 +952,100 @@ class Climb:
         """Go on from a checkpoint's state."""
         for name in self.SAVED:
             setattr(self, name, state[name])
+
+
+# To measure ρ, each level plays about EPISODES episodes, REPEATS from each start.
+EPISODES = 64
+REPEATS = 8
+MEASURE_SEED = 30_000  # the seeds of measurements are not those of training
+
+
+def num_rounds(args):
+    """Return how many episodes each actor plays on each level to measure ρ."""
+    return max(1, round(EPISODES / args.num_envs))
+
+
+def play_alike(model, pool, args, number):
+    """Play episodes on all levels from the same starts and with the same noise of the actions.
+
+    Returns the returns (L, E), the number of each episode's start (E,), and None, or a line on why
+    the levels do not start alike. Each `number` has its own starts and noise. The games of the pool
+    are left where they are: start them anew.
+    """
+    rounds = num_rounds(args)
+    starts = np.arange(rounds * args.num_envs) // REPEATS  # (E,)
+    sequence = np.random.SeedSequence([args.seed, MEASURE_SEED, number])
+    seeds = sequence.generate_state(rounds + starts[-1] + 1)
+    noise_seeds = seeds[:rounds]
+    start_seeds = seeds[rounds:][starts].reshape(rounds, -1)
+
+    returns = []
+    shown = []
+    for noise_seed, seeds in zip(noise_seeds, start_seeds):
+        generator = torch.Generator().manual_seed(int(noise_seed))
+        first_obs, round_returns = play_round(model, pool, args, seeds, generator)
+        shown.append(first_obs)
+        returns.append(round_returns)
+    returns = np.concatenate(returns, axis=1)
+    shown = np.concatenate(shown, axis=1)
+    for level, name in enumerate(args.levels):
+        if not np.isfinite(returns[level]).all():
+            raise GameError(f"NaN or infinity in returns of level {name}")
+    return returns, starts, unlike_starts(shown, starts)
+
+
+def play_round(model, pool, args, seeds, generator):
+    """Play an episode of every actor on every level, each from its one of N seeds.
+
+    Returns the first observations (L, N, D) and the returns (L, N), of all ranks.
+    """
+    L = len(args.levels)
+    seeds = np.broadcast_to(seeds, (2, L, args.num_envs))
+    pool.call("start", None, np.split(seeds, NUM_RANKS, axis=2)[RANK])
+    pool.call("follow_finest")
+    shown = pool.arrays["obs"][OWN].copy()
+
+    finished = pool.arrays["finished"][OWN]  # (L, N / ranks)
+    chunk = len(pool.buffer["noise"])
+    for _ in range(0, EVAL_STEPS, chunk):
+        noise = model.head.noise(chunk * args.num_envs, generator).view(chunk, args.num_envs, -1)
+        pool.buffer["noise"][:] = noise.chunk(NUM_RANKS, dim=1)[RANK]
+        for level in range(L):
+            if not finished[level].all():
+                pool.play(model, chunk, level=level, first_episodes=True)
+        if finished.all():
+            break
+    returns = first_returns(pool.arrays)[OWN]
+    ranks = gathered_objects((shown, returns))
+    return [np.concatenate(parts, axis=1) for parts in zip(*ranks)]
+
+
+def unlike_starts(shown, starts):
+    """Return None, or a line on why first observations (L, E, D) are not of the same starts."""
+    of_same_start = shown[:, np.searchsorted(starts, starts)]
+    if not np.allclose(shown, of_same_start, 1e-4, 1e-6, equal_nan=True):
+        return "starts from one seed differ, see README, Randomness"
+    centred = shown - shown.mean(axis=1, keepdims=True, dtype=float)
+    finest = centred[-1]
+    for level in centred:
+        if (level * finest).sum() < 0.5 * (finest * finest).sum():  # they do not vary together
+            return "levels start unlike, see README, Randomness"
+    return None
+
+
+def correlations(returns, starts):
+    """Return the correlations (L,) of returns (L, E) with the finest level's, within a start.
+
+    That of a level whose returns do not vary is 0, also that of the finest level with itself.
+    """
+    same_start = starts[:, np.newaxis] == starts  # (E, E)
+    means = returns @ same_start / same_start.sum(axis=0)
+    within = returns - means
+    rounding = 1e-9 * abs(returns).max(axis=1, keepdims=True)
+    within[abs(within) <= rounding] = 0
+    products = within @ within[-1]
+    scale = np.sqrt((within**2).sum(axis=1) * (within[-1] ** 2).sum())
+    return products / np.where(scale > 0, scale, 1)
 
 
 @torch.no_grad()
@@ -1473,9 +1601,10 @@ class Games:
         self.buffer = {}
         for name in model.stored + RESULTS:
             self.buffer[name] = buffer[name][:, :, own_rows]
-        self.paired = args.schedule == "together"  # a climb has no partners
+        self.paired = args.schedule == "together"
         self.busy = None  # the game that is at work, and what it does
 
+        self.levels = levels
         self.own = []
         self.partners = []
         for level, name in enumerate(levels):
@@ -1514,29 +1643,34 @@ class Games:
             what = f"{game.name} (seed {game.seed}) failed in {doing}: {one_line(error)}"
             raise GameError(f"{what}\n{traceback.format_exc()}") from None
 
-    def start(self, states=None, shift=0):
+    def start(self, states=None, seeds=None):
         """Start all actors, from those of the N saved `states` that there are.
 
-        Others start from their seeds + shift. Returns a line for each actor whose saved state was
-        of no use.
+        Others start from their seeds, or from new ones, (2, L, N). Returns a line for each actor
+        whose saved state was of no use.
         """
+        if seeds is not None:
+            for level, (own, partners) in enumerate(zip(self.own, self.partners)):
+                for role, games in ((OWN, own), (PARTNER, partners)):
+                    for game in games:
+                        game.seed = int(seeds[role, level, game.n])
         problems = []
         for actor, game in enumerate(self.own[0]):
             problem = None
             if states:
                 problem = self.resume(actor, states[game.n])
             if not states or problem:
-                self.start_actor(actor, shift)
+                self.start_actor(actor)
             if problem:
                 problems.append(problem)
         self.busy = None
         return problems
 
-    def start_actor(self, actor, shift):
-        """Start an actor's games from their seeds + shift, and its partners where the fine are."""
+    def start_actor(self, actor):
+        """Start an actor's games from their seeds, and its partners where the fine are."""
         for game in self.games_of(actor):
             self.busy = (game, "reset")
-            game.start(game.seed + shift)
+            game.start(game.seed)
         for own, partners in zip(self.own, self.partners):
             if partners:
                 self.follow(own[actor], partners[actor])
@@ -1580,6 +1714,24 @@ class Games:
         self.busy = (partner, "map_from")
         partner.env.unwrapped.map_from(fine.env.unwrapped)
         partner.show("obs", partner.env.unwrapped.psi())
+
+    def follow_finest(self):
+        """Have the games of all levels take over the state of the finest one, if they can."""
+        for games in self.own[:-1]:
+            for game, finest in zip(games, self.own[-1]):
+                if maps_states(game.env.unwrapped):
+                    self.busy = (game, "map_from")
+                    game.env.unwrapped.map_from(finest.env.unwrapped)
+                    game.show("obs", game.env.unwrapped.psi())
+        self.busy = None
+
+    def level_names(self):
+        """Return the levels as text, with the name that the simulation gives them, if it does."""
+        names = []
+        for (game, *_), level in zip(self.own, self.levels):
+            name = getattr(game.env.unwrapped, "level_name", None)
+            names.append(f"{level} ({name})" if name else str(level))
+        return names
 
     def play(self, num_steps, **how):
         """Play a number of steps, see the function `play`."""
@@ -1642,6 +1794,11 @@ class Games:
             raise failure
 
 
+def maps_states(env):
+    """Whether the env can take over the state of another level, and show it."""
+    return callable(getattr(env, "map_from", None)) and callable(getattr(env, "psi", None))
+
+
 def steps_in_batches(env):
     """Whether the env's class has a step_batch. A subclass that overrides `step` alone has not."""
     for owner in type(env).mro():  # the class, then those that it inherits from
@@ -1661,7 +1818,7 @@ def measured_costs(args, model):
     levels = sorted({*args.levels, args.eval_level})
     if len(levels) == 1 and args.analyse is None:
         return [1.0, 0.0]
-    own = {"levels": levels, "schedule": "climb", "target_kl": None}  # a climb has no partners
+    own = {"levels": levels, "schedule": "adaptive", "target_kl": None}  # without partners
     args = argparse.Namespace(**vars(args) | own)
     model = copy.deepcopy(model)
     generator = torch.Generator()
@@ -1752,7 +1909,7 @@ def make_pool(args, model, seeds, num_workers, levels=None, num_steps=None, **op
     entries["episode_length"] = ((), "int64")
     entries["noise"] = ((model.head.n,), "float32")
 
-    T = num_steps or max_num_steps(args)
+    T = num_steps or max(args.num_steps)
     shown = sorted(set(entries) - {"noise"})
     arrays = layout(entries, shown, (roles, L, N))
     buffer = layout(entries, model.stored + RESULTS, (roles, T, N))
@@ -1761,11 +1918,6 @@ def make_pool(args, model, seeds, num_workers, levels=None, num_steps=None, **op
     player = model_of_workers(model) if num_workers else model
     make_games = functools.partial(Games, args, player, levels or args.levels, seeds, **options)
     return WorkerPool(make_games, arrays, buffer, N, num_workers, player)
-
-
-def max_num_steps(args):
-    """Return the largest T^l."""
-    return max(T for T in args.num_steps if T != "auto")
 
 
 def layout(entries, names, leading):
@@ -2002,7 +2154,7 @@ def average_gradients(model):
 
 # ------------------------------------------------------------------------------------ run folder
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0}
-COUNTERS |= {"sim_seconds": 0.0, "sim_cost": 0.0}
+COUNTERS |= {"sim_seconds": 0.0, "sim_cost": 0.0, "total_cost": 0.0}
 CHARTS = ["episodic_return", "episodic_length", "eval_return", "eval_cut", "learning_rate"]
 CHARTS += ["check_return", "level"]
 LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"]
@@ -2010,7 +2162,7 @@ LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "expl
 TAGS = {"sps": "charts/SPS"}
 TAGS |= {name: f"charts/{name}" for name in CHARTS}
 TAGS |= {name: f"losses/{name}" for name in LOSSES}
-TAGS["sim_cost"] = "costs/sim_cost"
+TAGS |= {"sim_cost": "costs/sim_cost", "total_cost": "costs/total_cost"}
 SHOWN = ["level", "sps", "episodic_return", "check_return", "eval_return", "eval_cut"]
 
 
@@ -2079,9 +2231,11 @@ class Run(AbstractContextManager):
 
         if args.level_costs is None:
             args.level_costs = gathered_objects(measured_costs(args, self.model))[0]
+        if not any(getattr(args, option) for option in LENGTHS):
+            args.total_cost = default_cost(args)
         seeds = game_seeds(args, self.starts)
         self.pool = self.opened(make_pool(args, self.model, seeds, args.num_workers))
-        if args.schedule == "climb":
+        if args.schedule == "adaptive":
             self.check_pool = self.opened(make_check_pool(args, self.model))
         if RANK == 0:
             if args.eval_every:
@@ -2156,14 +2310,23 @@ class Run(AbstractContextManager):
         if self.share_done() >= 1:
             report("nothing learned: the first check takes --total-cost")
 
-    def charge(self, pool, **counts):
+    def seconds(self):
+        """Return how long the run is on its clock: simulation and updates, at --level-costs."""
+        return self.counters["total_cost"] * self.args.level_costs[-2]
+
+    def charge(self, pool, side_by_side=False, **counts):
         """Add up the `counts`, and what a pool's games have simulated since the last time.
 
-        All ranks' games count. Returns the cost of what they simulated, in steps of the finest
-        level.
+        All ranks' games count. They count `side_by_side` if none goes on to other work before the
+        last has ended. An update costs as much as its rows, `global_step`, tell.
         """
-        costs = np.array(self.args.level_costs[:-1]) / self.args.level_costs[-2]
-        steps = pool.arrays["steps"].sum(axis=-1)
+        *costs, update = np.array(self.args.level_costs) / self.args.level_costs[-2]
+        steps = pool.arrays["steps"]
+        if side_by_side:
+            longest = np.max(gathered_objects(steps.max(axis=-1)), axis=0)
+            steps[:] = longest[..., np.newaxis]
+        steps = steps.sum(axis=-1)
+        costs = np.array(costs)
         if pool is self.pool:  # (2, L): a partner plays one level below
             cost = (steps[OWN] * costs[: steps.shape[1]]).sum()
             cost += (steps[PARTNER, 1:] * costs[: steps.shape[1] - 1]).sum()
@@ -2174,31 +2337,31 @@ class Run(AbstractContextManager):
         pool.arrays["seconds"][:] = 0
 
         seconds, cost = np.sum(gathered_objects([seconds, cost]), axis=0).tolist()
+        rows_of_an_update = self.args.num_envs * self.args.num_steps[0]
+        updates = counts.get("global_step", 0) / rows_of_an_update
         counts |= {"sim_seconds": seconds, "sim_cost": cost}
+        counts["total_cost"] = cost + updates * float(update)
         for name, count in counts.items():
             self.counters[name] += count
-        return cost
 
     def check(self):
-        """Play the episodes of a check. Returns their returns (E,), and the cost, see `charge`."""
+        """Play the episodes of a check, and charge them. Returns their returns, (E,)."""
         ranks = gathered_objects(evaluate(self.model, self.check_pool))
         returns = np.concatenate([returns for returns, _ in ranks])
         cut = sum(cut for _, cut in ranks)
-        steps = self.check_pool.arrays["steps"]
-        # Charge as if the games of all processes ran side by side until the last has ended.
-        steps[:] = max(gathered_objects(steps.max()))
+        self.charge(self.check_pool, side_by_side=True)
         if not np.isfinite(returns).all():
             raise GameError(f"NaN or infinity in returns of a check, level {self.args.levels[-1]}")
         if cut:
             report(f"check: {cut} episodes cut off at {EVAL_STEPS:,} steps: do they ever end?")
-        return torch.from_numpy(returns), self.charge(self.check_pool)
+        return torch.from_numpy(returns)
 
     def end_iteration(self, row, episodes, steps):
         """Log an iteration's row and its episodes, {level index: [(return, length)]}; save."""
         seconds = time.perf_counter() - self.began
         self.counters["wall_seconds"] += seconds
         if self.history and self.history[-1].get("level") != row.get("level"):
-            self.recent = []  # these are episodes of the level that a climb was on
+            self.recent = []  # these are episodes of another level
         for level, ended in episodes.items():
             if ended:
                 name = f"levels/return_{self.args.levels[level]}"
@@ -2475,7 +2638,7 @@ def write_file(path, content):
 
 # ------------------------------------------------------------------------------------ evaluation
 EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every run
-CHECK_SEED = 20_000  # a climb's checks have seeds of their own, too
+CHECK_SEED = 20_000  # checks have seeds of their own, too
 EVAL_STEPS = 10_000  # an evaluation takes no more steps, so that it always ends
 EVAL_CHUNK = 50  # steps between two looks at whether the run was asked to stop
 
@@ -2523,9 +2686,12 @@ def evaluate(model, pool, generator=None, run=None):
         if arrays["finished"].all():
             break
 
-    finished = arrays["finished"]
-    returns = np.where(finished, arrays["first_return"], arrays["episode_return"])
-    return returns, int((~finished).sum())
+    return first_returns(arrays), int((~arrays["finished"]).sum())
+
+
+def first_returns(arrays):
+    """Return the returns of the games' first episodes since their start, so far if cut off."""
+    return np.where(arrays["finished"], arrays["first_return"], arrays["episode_return"])
 
 
 def evaluate_run(args):
@@ -2610,107 +2776,100 @@ def export_onnx(path, model, inputs):
 
 
 # ------------------------------------------------------------------------------------ analysis
-ROUNDS = 10  # an analysis plays ROUNDS · N episodes of each level and pair,
-REPEATS = 2  # pairs REPEATS times from each start
+MEASUREMENTS = 10  # an analysis measures ten times what --schedule adaptive measures now and then
 
 
 def analyse(args):
-    """Tell which levels pay, as --analyse says. Returns the rows of analysis.csv, which it writes.
+    """Print what --schedule adaptive goes by: what a level costs, and ρ. Returns the rows.
 
-    Each level plays whole episodes alone and, from other starts, in pairs with the next level and
-    with the finest.
+    It writes them to analysis.csv, too.
     """
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(args.seed)
     model = make_model(args)
     if args.analyse:
         model.load_state_dict(Checkpoint(args.analyse).read()["model"])
-    costs = dict(zip(args.levels, args.level_costs or measured_costs(args, model)))
+    args.level_costs = args.level_costs or measured_costs(args, model)
 
+    returns = []
+    starts = []
     began = time.perf_counter()
-    played = play_levels_and_pairs(model, args, costs, generator)
-    warn_of_unlike_lengths(args, played)
-    rows = compared_levels(args, costs, played)
-    print_table(rows)
-    for row in rows[:-1]:
-        if row["against"] == args.levels[-1]:
-            row["verdict"] = verdict(row, args.coupling == "step")
-            print(f"level {row['level']}: {row['verdict']}")
+    with closing(make_pool(args, model, game_seeds(args, 0), args.num_workers)) as pool:
+        names = pool.call("level_names")[0]
+        for number in range(MEASUREMENTS):
+            measured, numbers, problem = play_alike(model, pool, args, number)
+            returns.append(measured)
+            starts.append(numbers + number * len(numbers))  # other starts than before
+            if number == 0:
+                seconds = MEASUREMENTS * (time.perf_counter() - began)
+                episodes = MEASUREMENTS * len(numbers)
+                print(f"{episodes} episodes of every level: about {seconds:.0f} s", flush=True)
+                if problem:
+                    report(f"{problem}: ρ means little")
+    rows = level_rows(args, names, np.concatenate(returns, axis=1), np.concatenate(starts))
 
+    print_table(rows)
     path = Path(args.analyse or run_path(args)) / "analysis.csv"
     write_table(path, rows)
-    cut = sum(each["cut"] for each in played.values())
-    seconds = time.perf_counter() - began
-    print(f"{cut} episodes cut off at {EVAL_STEPS:,} steps; it took {seconds:.0f} s; {path}")
+    print(f"table: {path}")
     return rows
 
 
-def pairs_to_compare(levels):
-    """Return the pairs (coarse, fine) of an analysis: each level with the next and the finest."""
-    pairs = set(zip(levels, levels[1:]))
-    pairs |= {(level, levels[-1]) for level in levels[:-1]}
-    return sorted(pairs)
+def level_rows(args, names, returns, starts):
+    """Return a row for each level from returns (L, E) and the number of each episode's start (E,).
 
-
-def play_levels_and_pairs(model, args, costs, generator):
-    """Return {levels: episodes} for each level, (l,), and each pair, see `play_episodes`."""
-    plays = [(level,) for level in args.levels] + pairs_to_compare(args.levels)
-    played = {}
-    for levels in plays:
-        played[levels] = play_episodes(model, levels, args, generator)
-        if len(played) == 1:  # all others take about as many steps
-            cost = 0.0
-            for members in plays:
-                cost += sum(costs[level] for level in members)
-            seconds = played[levels]["steps"] * cost
-            episodes = ROUNDS * args.num_envs
-            print(f"{episodes} episodes of every level and pair: about {seconds:.0f} s", flush=True)
-    return played
-
-
-def warn_of_unlike_lengths(args, played):
-    """Say so if episodes of some level are all of one length, and others are of other lengths."""
-    lengths = np.stack([played[(level,)]["lengths"].ravel() for level in args.levels])
-    one_length = lengths.std(axis=1).min() == 0
-    if one_length and lengths.std() > 0:
-        means = lengths.mean(axis=1).round(2).tolist()
-        report(f"episodes of {means} steps: does a level diverge?")
-
-
-def compared_levels(args, costs, played):
-    """Return the rows of the table: one for each pair, then one for the finest level alone."""
-    alone = {}
-    for level in args.levels:
-        returns = played[(level,)]["returns"][0, :, 0]
-        mean = jackknife(lambda sample: {"return": sample.mean()}, returns)
-        alone[level] = {"level": level, "step_ms": 1e3 * costs[level]} | mean
-
+    `worth` is what the rule goes by, ρ² per second, divided by that of the finest level. An entry
+    that ends in _error is a standard error.
+    """
+    rule = Adaptive(args)
+    finest = len(names) - 1
+    numbers = level_numbers(returns, starts)
+    errors = jackknife_errors(returns, starts)
     rows = []
-    for coarse, fine in pairs_to_compare(args.levels):
-        rows.append(compare(alone[coarse], alone[fine], played[(coarse, fine)]))
-    return [*rows, alone[args.levels[-1]]]
+    for level, name in enumerate(names):
+        row = {"level": name, "step_ms": 1e3 * args.level_costs[level]}
+        row["iteration_s"] = rule.seconds(level)
+        for number in numbers:
+            row[number] = float(numbers[number][level])
+            row[f"{number}_error"] = float(errors[number][level])
+        row["worth"] = max(0.0, row["rho"]) ** 2 * rule.seconds(finest) / rule.seconds(level)
+        rows.append(row)
+    return rows
+
+
+def level_numbers(returns, starts):
+    """Return {name: (L,)}: mean returns, how far they are below the finest level's, and ρ."""
+    mean = returns.mean(axis=1)
+    return {"return": mean, "difference": mean - mean[-1], "rho": correlations(returns, starts)}
+
+
+def jackknife_errors(returns, starts):
+    """Return {name: (L,)}, standard errors of `level_numbers`: from leaving out each start once."""
+    without = []
+    for start in np.unique(starts):
+        rest = starts != start
+        without.append(level_numbers(returns[:, rest], starts[rest]))
+    S = len(without)
+    errors = {}
+    for name in without[0]:
+        errors[name] = ((S - 1) * np.var([numbers[name] for numbers in without], axis=0)) ** 0.5
+    return errors
 
 
 def print_table(rows):
     """Print rows with a column for each number, and its error beside it."""
     names = [name for name in rows[0] if not name.endswith("_error")]
-    widths = {}
-    for name in names:
-        has_error = f"{name}_error" in rows[0]
-        widths[name] = 20 if has_error else 9
-    print("".join(name.rjust(width) for name, width in widths.items()))
+    table = [names]
     for row in rows:
-        line = ""
-        for name, width in widths.items():
-            line += cell(row, name).rjust(width)
-        print(line.rstrip())
+        table.append([cell(row, name) for name in names])
+    for line in table:
+        print("".join(text.rjust(18) for text in line))
 
 
 def cell(row, name):
-    """Return a number of a row as text, with its error to one digit if there is one."""
-    if name not in row:
-        return ""
+    """Return an entry of a row as text, with its error to one digit if there is one."""
+    if name == "level":
+        return row[name]
     if f"{name}_error" not in row:
         return f"{row[name]:.3g}"
     error = float(f"{row[f'{name}_error']:.1g}")
@@ -2718,243 +2877,12 @@ def cell(row, name):
 
 
 def write_table(path, rows):
-    """Write rows to a .csv file, with the columns of the longest row."""
+    """Write rows to a .csv file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, max(rows, key=len))
+        writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-
-
-def compare(coarse, fine, pair):
-    """Return the row of a pair of levels, after `mlmc_test` of Giles (2015, Acta Numerica 24).
-
-    `coarse` and `fine` are the rows of both levels alone, `pair` is what they have played together.
-    Errors are half widths of 95 % intervals.
-    """
-    returns = pair["returns"]  # (2, S, R): coarse and fine, S starts, R episodes from each
-    difference = returns[1] - returns[0]
-    c, f = returns - returns.mean(axis=2, keepdims=True)  # within a start
-    samples = [difference, c * c, f * f, c * f, *pair["products"]]
-    samples = np.stack(samples).mean(axis=2)  # (7, S)
-    numbers = functools.partial(numbers_of_pair, c_f=fine["step_ms"], c_c=coarse["step_ms"])
-    row = jackknife(numbers, samples)
-    del row["ratio_error"]
-
-    # A kurtosis above 100 means that there are too few episodes.
-    centred = difference - row["difference"]
-    row["kurtosis"] = (centred**4).mean() / (difference.var() + 1e-99) ** 2
-    row["check"] = consistency(coarse, fine, row)
-    return {"level": coarse["level"], "against": fine["level"]} | coarse | row
-
-
-def numbers_of_pair(samples, c_f, c_c):
-    """Return the numbers of a pair from samples (7, S) of some starts, see `compare`.
-
-    c_f and c_c are the costs of a fine and a coarse step.
-    """
-    difference, *products = samples.mean(axis=1)
-    cc, ff, cf = np.reshape(products, (2, 3)).T  # each (2,): returns, advantages
-    rho = np.clip(cf / np.sqrt(cc * ff), -1, 1)
-    gain, ratio = saving(rho.min(), c_f, c_c)
-    return {
-        "difference": difference,  # mean return of the fine level less that of the coarse one
-        "rho_return": rho[0],  # within a start: how far the levels agree on what is good to do
-        "rho_adv": rho[1],  # row by row
-        "var_ratio": ((cc + ff - 2 * cf) / ff)[1],  # Var(Â_f − Ã_c) / Var(Â_f)
-        "saving": gain,  # by the smaller rho: rho_adv is high until values are learned
-        "ratio": ratio,  # best number of coarse steps for a fine one
-    }
-
-
-def consistency(coarse, fine, row):
-    """Return |a − b + d| / 3 (σ_a + σ_b + σ_d): above 1 levels play in pairs not as they do alone.
-
-    a and b are the mean returns of the coarse and the fine level alone, d is that of the pairs'
-    differences.
-    """
-    a = coarse["return"]
-    b = fine["return"]
-    d = row["difference"]
-    errors = coarse["return_error"] + fine["return_error"] + row["difference_error"]
-    rounding = 1e-6 * (abs(a) + abs(b)) + 1e-99
-    return abs(a - b + d) / (3 / 1.96 * errors + rounding)
-
-
-def jackknife(numbers, samples):
-    """Return the dict `numbers(samples)` of samples (..., S), one per start, with errors.
-
-    An error, "..._error", is the half width of a 95 % interval, from what leaving out one start
-    after the other changes.
-    """
-    S = samples.shape[-1]
-    with np.errstate(all="ignore"):  # 0 / 0 where nothing varies, ∞ where rho is 1
-        row = numbers(samples)
-        without = []
-        for i in range(S):
-            rest = np.delete(samples, i, axis=-1)
-            without.append(list(numbers(rest).values()))
-        errors = 1.96 * ((S - 1) * np.var(without, axis=0)) ** 0.5
-
-    with_errors = {}
-    for (name, value), error in zip(row.items(), errors):
-        with_errors[name] = value
-        with_errors[f"{name}_error"] = error
-    return with_errors
-
-
-def saving(rho, c_f, c_c):
-    """Return what two levels save, and the best number of coarse steps per fine step.
-
-    The first is the cost of the fine level alone divided by that of both at equal variance. Both
-    follow from the correlation of the advantages and the costs of a step (Peherstorfer et al. 2016,
-    but with β = Cov/Var and coarse rows of their own).
-    """
-    rho = np.clip(rho, 0, 1)  # below 0 is as good as 0
-    ratio = np.sqrt(rho**2 * (c_f + c_c) / ((1 - rho**2) * c_c))
-    together = (np.sqrt((c_f + c_c) * (1 - rho**2)) + rho * np.sqrt(c_c)) ** 2
-    return c_f / together, ratio
-
-
-def verdict(row, by_step=False):
-    """Return what to do with a level, by its pair with the finest: the first line that holds."""
-    rho = row["rho_return"]
-    error = row["rho_return_error"]
-    bias = -row["difference"]
-    lines = [
-        (by_step, "no verdict: with --coupling step partners do not play by themselves"),
-        (row["check"] > 1, "no verdict: in pairs levels do not play as alone (--coupling step?)"),
-        (row["kurtosis"] > 100, "no verdict: too few episodes, more by --num-envs"),
-        (rho - error > 0.9, f"enough on its own, it sees what matters, bias {bias:.4g}"),
-        (row["saving"] > 1.2, f"worth a correction, which saves {row['saving']:.1f} times"),
-        (rho > 0.6, "good for a start, only runs tell for how long; a correction hardly pays"),
-        (rho + error < 0.6, "drop it, it does not see what matters"),
-        (True, "no verdict: too few episodes, or the policy's noise does not change the returns"),
-    ]
-    text = next(text for holds, text in lines if holds) + f"; rho {rho:.4g} ± {error:.1g}"
-    largest = max(abs(row["return"]), abs(row["return"] - bias), 1e-99)
-    if abs(bias) >= 0.5 * largest:
-        text += "; returns differ: same rewards, lengths? does one diverge?"
-    return text
-
-
-def play_episodes(model, levels, args, generator):
-    """Play ROUNDS · N whole episodes of a level, (l,), or of pairs of levels, (coarse, fine).
-
-    Pairs play REPEATS times from each of S starts, each member to its own end. With --coupling step
-    the partner takes over the fine state after every step, and ends with it. Returns a dict:
-    `returns` and `lengths` (members, S, R), `products` c², f² and cf of the advantages (3, S, R),
-    the number of `steps`, and of episodes that were `cut`.
-    """
-    members = len(levels)
-    repeats = REPEATS if members > 1 else 1
-    seeds = game_seeds(args, *levels)[:, :members]
-    results = []
-    cut = 0
-    with closing(make_pool(args, model, seeds, args.num_workers, levels, EVAL_CHUNK)) as pool:
-        starts = None
-        for number in range(ROUNDS):
-            first = number % repeats == 0  # the first one from these seeds
-            pool.call("start", shift=int(first))
-            repeated = None if first else starts
-            starts = checked_starts(pool, levels, repeated, warn=number == 0)
-            buffer, unfinished = play_round(model, pool, members, args, generator)
-            results.append(results_of_round(model, buffer, levels, args))
-            cut += unfinished
-        steps = pool.arrays["steps"].sum()
-
-    found = {}
-    for name in results[0]:
-        columns = np.stack([result[name] for result in results], axis=-1)
-        found[name] = columns.reshape(len(columns), -1, repeats)
-    return found | {"steps": steps, "cut": cut}
-
-
-def roles_of(members):
-    """Return the roles that play an analysis: a level's own games, or (coarse, fine) of a pair."""
-    return [OWN] if members == 1 else [PARTNER, OWN]
-
-
-def checked_starts(pool, levels, before, warn):
-    """Return the first observations (members, N, D); GameError if they are not those of before."""
-    name = " or ".join(str(level) for level in levels)
-    members = len(levels)
-    starts = pool.arrays["obs"][roles_of(members), members - 1].copy()
-    if before is not None and not np.allclose(before, starts, 1e-4, 1e-6, equal_nan=True):
-        raise GameError(f"level {name}: starts from one seed differ: README, Randomness")
-    if warn:
-        coarse = starts[0] - starts[0].mean(axis=0, dtype=float)
-        fine = starts[-1] - starts[-1].mean(axis=0, dtype=float)
-        if (coarse * fine).sum() < 0.5 * (fine * fine).sum():  # they do not vary together
-            report(f"level {name}: pairs start unlike: README, Randomness")
-    return starts
-
-
-def play_round(model, pool, members, args, generator):
-    """Play an episode of every game. Returns the steps, and how many episodes were cut off.
-
-    The steps are arrays (members, T, N, ...), in chunks one after the other. `own` flags those of a
-    member's first episode.
-    """
-    coupling = None
-    if members > 1:
-        coupling = "step" if args.coupling == "step" else "apart"
-    roles = roles_of(members)
-    unfinished = np.ones((members, pool.buffer["noise"].shape[1]), bool)
-    chunks = []
-    for done in range(0, EVAL_STEPS, EVAL_CHUNK):
-        num_steps = min(EVAL_CHUNK, EVAL_STEPS - done)
-        noise = model.head.noise(EVAL_CHUNK * args.num_envs, generator)
-        pool.buffer["noise"][:] = noise.view(pool.buffer["noise"].shape)
-        pool.buffer["ended"][:] = True  # where a process stops early, since all have finished
-        pool.play(model, num_steps, level=members - 1, coupling=coupling, first_episodes=True)
-
-        chunk = {}
-        for name in model.stored + RESULTS:
-            chunk[name] = pool.buffer[name][roles, :num_steps]  # a copy
-        ended = chunk.pop("ended")
-        if coupling == "step":  # partners end with the fine member
-            ended[:] = ended[-1]
-        chunk["own"] = own_steps(ended, unfinished)
-        unfinished = unfinished & ~ended.any(axis=1)
-        chunks.append(chunk)
-        if not unfinished.any():
-            break
-    buffer = {}
-    for name in chunks[0]:
-        buffer[name] = np.concatenate([chunk[name] for chunk in chunks], axis=1)
-    return buffer, int(unfinished.any(axis=0).sum())
-
-
-def own_steps(ended, unfinished):
-    """Return flags (members, T, N) of the steps until each game's first end, that one included."""
-    before = np.zeros_like(ended)
-    before[:, 1:] = np.logical_or.accumulate(ended, axis=1)[:, :-1]
-    return ~before & unfinished[:, np.newaxis]
-
-
-def results_of_round(model, buffer, levels, args):
-    """Return returns and lengths (members, N), and products of advantages (3, N), of a round."""
-    own = buffer["own"]  # (members, T, N)
-    name = " or ".join(str(level) for level in levels)
-    advantages = []
-    for member in range(len(levels)):
-        columns = {key: torch.from_numpy(column[member]) for key, column in buffer.items()}
-        check_finite(columns, f"level {name}, actor")
-        columns = {key: column.to(model.device) for key, column in columns.items()}
-        add_values(model, columns)
-        batch = make_batch(columns, model, args)
-        advantages.append(batch["advantages"].cpu().double().numpy().reshape(own.shape[1:]))
-
-    both = own.all(axis=0)  # (T, N), the steps that all members took
-    coarse = (advantages[0] - advantages[0][both].mean()) * both
-    fine = (advantages[-1] - advantages[-1][both].mean()) * both
-    products = np.stack([coarse * coarse, fine * fine, coarse * fine])  # (3, T, N)
-    return {
-        "returns": (buffer["rewards"] * own).sum(axis=1, dtype=float),
-        "lengths": own.sum(axis=1),
-        "products": products.sum(axis=1),
-    }
 
 
 # ------------------------------------------------------------------------------------ reservoirs
@@ -3564,6 +3492,8 @@ class ResSim(gym.Env):
         self.grid = Grid(case, level, self.fields)
         self.render_mode = render_mode
         self.t = None  # control steps since reset
+        rows, columns = self.grid.shape
+        self.level_name = f"{rows} × {columns}"
 
         n_in = len(case.injectors[0])
         n_out = len(case.producers[0])
@@ -3728,7 +3658,7 @@ def solve_pressures(envs, q):
 
 
 # ------------------------------------------------------------------------------------ command line
-# By --env: levels and total cost of a climb, levels and steps of --schedule together.
+# By --env: levels and total cost if adaptive, levels and steps if together.
 DEFAULTS = {
     "ResSim-v1": ([1, 2, 3, 4, 5], 32_000.0, [2, 5], [100, 5]),
     "ResSim-v2": ([1, 2, 3, 4], 50_000.0, [1, 4], [140, 5]),
@@ -3739,7 +3669,7 @@ DEFAULTS = {
 LENGTHS = {
     "num_iterations": "iteration",
     "total_timesteps": "global_step",
-    "total_cost": "sim_cost",
+    "total_cost": "total_cost",
 }
 # These options may be other ones when a run is resumed or evaluated.
 MAY_CHANGE = ["device", "num_workers", "total_timesteps", "num_iterations"]
@@ -3754,7 +3684,7 @@ EXAMPLES = """
 examples:
   python ppo_multilevel.py --env ResSim-v1                         train, one level at a time
   python ppo_multilevel.py --env my.py:Rod --levels 1 2 3          train on your own simulation
-  python ppo_multilevel.py --env my.py:Rod --levels 1 2 3 --analyse    see which levels pay
+  python ppo_multilevel.py --env my.py:Rod --levels 1 2 3 --analyse    see what levels are worth
   python ppo_multilevel.py --eval RUN_DIR --video                  evaluate, and film an episode
 """
 
@@ -3852,8 +3782,11 @@ def parse_args(argv=None):
     set_defaults_of_case(parser, given)
     args = parse_with_run(parser, argv)
     check_levels(parser, args)
-    if args.analyse is not None:  # all members play, whatever the run's schedule was
-        args.schedule = "together"
+    if args.schedule == "climb" and args.resume:
+        parser.error("argument --resume: its schedule climb is gone, see adaptive; --eval works")
+    if args.analyse is not None or args.schedule == "climb":  # of an old run that is evaluated
+        args.schedule = "adaptive"
+    if args.analyse is not None:
         args.eval_level = None
         args.num_steps = args.num_steps[:1] * len(args.levels)
         args.level_costs = given.level_costs
@@ -3862,8 +3795,8 @@ def parse_args(argv=None):
     check_spaces(parser, args)
     check_eval_level(parser, args)
     check_level_costs(parser, args)
-    if args.schedule == "climb":
-        check_climb(parser, args)
+    if args.schedule == "adaptive" and args.analyse is None:
+        check_adaptive(parser, args)
     check_num_steps(parser, args)
     set_length(parser, args)
     return args
@@ -3872,12 +3805,12 @@ def parse_args(argv=None):
 def set_defaults_of_case(parser, given):
     """Set the defaults that --env, --schedule and --levels decide on."""
     levels, _, pair, pair_steps = DEFAULTS.get(given.env, ([], 0.0, [], []))
-    schedule = "together" if len(given.levels) == 1 else "climb"
+    schedule = "together" if len(given.levels) == 1 else "adaptive"
     parser.set_defaults(levels=levels, schedule=schedule)
     if given.env in CASES:
         parser.set_defaults(init_log_std=-2.9)
     if given.schedule == "together" and len(given.levels) != 1 and given.analyse is None:
-        num_steps = [100, "auto"] if given.levels else pair_steps
+        num_steps = [100] + [10] * (len(given.levels) - 1) if given.levels else pair_steps
         parser.set_defaults(levels=pair, num_steps=num_steps)
         parser.set_defaults(learning_rate=3e-5, update_epochs=10, target_kl=0.05)
 
@@ -3915,7 +3848,7 @@ def check_spaces(parser, args):
 def check_eval_level(parser, args):
     """Refuse a level of evaluations that is below the last one, or above one of several."""
     last = args.levels[-1]
-    highest = last if args.schedule == "climb" or is_paired(args) else math.inf
+    highest = last if args.schedule == "adaptive" or is_paired(args) else math.inf
     if not args.eval and not last <= args.eval_level <= highest:
         parser.error("argument --eval-level: the last of --levels, or above a single one")
 
@@ -3927,8 +3860,8 @@ def check_level_costs(parser, args):
         parser.error(f"argument --level-costs: give {needed} numbers, the last of an update")
 
 
-def check_climb(parser, args):
-    """Refuse options that a climb does not use, and fewer episodes of a check than ranks."""
+def check_adaptive(parser, args):
+    """Refuse options of --schedule together, and fewer episodes of a check than ranks."""
     for name in ("coupling", "correction", "control"):
         if getattr(args, name) != parser.get_default(name):
             parser.error(f"argument --{name}: only with --schedule together")
@@ -3940,23 +3873,17 @@ def check_num_steps(parser, args):
     """Complete --num-steps to one entry per level; refuse numbers that minibatches cannot share."""
     L = len(args.levels)
     paired = is_paired(args)
-    rest = args.num_steps[1:]
-    is_short_form = rest == ["auto"] if paired else rest == []  # 'T auto', or one T for all
-    if is_short_form:
-        args.num_steps = args.num_steps[:1] + args.num_steps[-1:] * (L - 1)
-    may_be_auto = args.num_steps[1:] if paired else []
-    fixed = args.num_steps[: L - len(may_be_auto)]
-    if len(args.num_steps) != L or "auto" in fixed:
-        parser.error(f"argument --num-steps: one number per level of {args.levels}, or see --help")
+    if len(args.num_steps) == 1:
+        args.num_steps = args.num_steps * L
+    if len(args.num_steps) != L:
+        parser.error(f"argument --num-steps: one number per level of {args.levels}, or one for all")
 
     for level, T in enumerate(args.num_steps):
-        if T != "auto":
-            finer = paired and level > 0
-            rows = args.num_envs * T
-            what = "finer rows" if finer else "rows"
-            check_rows(parser, args, rows, what)
-            if not finer:
-                check_normalised(parser, args, rows)
+        finer = paired and level > 0
+        rows = args.num_envs * T
+        check_rows(parser, args, rows, "finer rows" if finer else "rows")
+        if not finer:
+            check_normalised(parser, args, rows)
 
 
 def set_length(parser, args):
@@ -3968,12 +3895,15 @@ def set_length(parser, args):
         args.num_iterations = max(1, args.total_timesteps // rows)
     if args.total_cost or args.total_timesteps or args.num_iterations:
         return
-    if args.schedule == "climb":
-        levels, cost, _, _ = DEFAULTS.get(args.env, ([], 0.0, [], []))
-        own_finest = levels[-1:] == args.levels[-1:]
-        args.total_cost = cost if own_finest else 100.0 * args.num_envs * max(args.num_steps)
-    else:
+    if args.schedule == "together":
         args.num_iterations = 200
+    elif args.env in DEFAULTS and args.levels[-1] == DEFAULTS[args.env][0][-1]:
+        args.total_cost = DEFAULTS[args.env][1]  # else see `default_cost`
+
+
+def default_cost(args):
+    """Return what 100 iterations on the finest level cost, updates included, in its steps."""
+    return 100 * Adaptive(args).seconds(len(args.levels) - 1) / args.level_costs[-2]
 
 
 def parse_with_run(parser, argv):

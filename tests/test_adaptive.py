@@ -1,4 +1,4 @@
-"""The climb: which level is trained on, by scripted checks; what a run keeps and charges."""
+"""The adaptive rule: which level it trains on, by scripted checks; what a run keeps and charges."""
 
 import csv
 import json
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_multilevel import install
 from test_resume import train_until
 
 import ppo_multilevel as ml
@@ -30,214 +31,458 @@ SMALL = (
 
 
 class FakeRun:
-    """What a rule needs of a run: scripted checks of four episodes, and a model to keep."""
+    """What a rule needs of a run: scripted checks of four episodes, a clock, a model to keep."""
 
-    iteration = 0
-
-    def __init__(self):
-        self.model, self.said = torch.nn.Linear(1, 1), []
+    def __init__(self, args):
+        self.args, self.model, self.said = args, torch.nn.Linear(1, 1), []
         self.optimizer, self.checks = torch.optim.Adam(self.model.parameters()), []
+        self.pool, self.time = types.SimpleNamespace(call=self.call), 0.0
+
+    def call(self, command):
+        assert command == "level_names"
+        return [[f"{level} ({8 * level} cells)" for level in self.args.levels]]
+
+    def seconds(self):
+        return self.time
 
     def share_done(self):
         return 0.0
 
     def check(self):
+        self.time += 32.0  # two steps of the third level
         mean, spread = self.checks.pop(0)
-        return mean + spread * torch.tensor([-1.0, 1.0, -1.0, 1.0]), 2.0  # costs two finest steps
+        return mean + spread * torch.tensor([-1.0, 1.0, -1.0, 1.0])
 
 
 @pytest.fixture
-def climb(monkeypatch):
-    """Make a rule that has made its first check, and its run: a check is due after 192 s."""
+def adaptive(monkeypatch):
+    """Make a rule that has made its first check, and its run; ρ is not measured."""
 
-    def make(levels=3, norm_obs=False):
+    def make(levels=3, norm_obs=False, costs=COSTS):
         args = types.SimpleNamespace(num_envs=10, num_steps=[1] * levels, norm_obs=norm_obs)
-        args.levels, args.quiet = [*range(1, levels + 1)], False
-        args.level_costs = [*COSTS[:levels], COSTS[-1]]
-        rule, run = ml.Climb(args), FakeRun()
+        args.levels, args.quiet, args.check_episodes = [*range(1, levels + 1)], False, 4
+        args.level_costs = [*costs[:levels], costs[-1]]
+        rule, run = ml.Adaptive(args), FakeRun(args)
+        monkeypatch.setattr(rule, "measurement_is_due", lambda run: False)
         monkeypatch.setattr(ml, "print", lambda text, **_: run.said.append(text), raising=False)
         run.model.obs_norm = ml.RunningNorm() if norm_obs else None
         run.checks.append((0.0, 0.0))
-        assert rule.begin(run) == {"level": 1, "check_return": 0.0}
-        assert [rule.seconds(level) for level in range(levels)] == [20, 50, 170][:levels]
+        assert rule.begin(run)["check_return"] == 0.0
         return rule, run
 
     return make
 
 
-def test_seconds_of_unequal_steps(climb):
+def iterate(rule, run, own_return=0.0):
+    """Do an iteration as `train` does; return its row."""
+    level = rule.level
+    assert rule.plan()[:3] == ([level], [1], [])
+    run.time += rule.seconds(level)
+    return rule.review(run, None, None, {level: [(own_return, 1)]})
+
+
+def window(rule, run, mean, spread=0.0, own_returns=None):
+    """Train until the window is over; its checks return `mean` ± `spread`. Return iterations."""
+    end, iterations = rule.window_end, 0
+    run.checks = [(mean, spread)] * 99
+    while rule.window_end == end:
+        own = own_returns[iterations % len(own_returns)] if own_returns else 0.0
+        row = iterate(rule, run, own)
+        iterations += 1
+    assert row["check_return"] == pytest.approx(mean)
+    return iterations
+
+
+def test_seconds_of_unequal_steps(adaptive):
     """An iteration with fewer steps has fewer rows to learn from, too."""
-    rule, _ = climb()
+    rule, _ = adaptive()
+    assert [rule.seconds(level) for level in range(3)] == [20, 50, 170]
     rule.args.num_steps = [4, 2, 1]
     assert [rule.seconds(level) for level in range(3)] == [50, 85, 162.5]
 
 
-def window(rule, run, mean, spread=0.0):
-    """Train until the window is over; its checks return `mean` ± `spread`. Return its seconds."""
-    before, iterations = rule.before, 0
-    run.checks = [(mean, spread)] * 99
-    while rule.before is before or iterations == 0:
-        level = rule.level
-        assert rule.plan()[:3] == ([level], [1], [])
-        row = rule.review(run, None, None)
-        assert row["level"] == level + 1
-        iterations += 1
-        if rule.spent == 0.0:
-            break
-    assert row["check_return"] == pytest.approx(mean)
-    return iterations * rule.seconds(level)
+@pytest.mark.parametrize(
+    "costs, rho, chosen",
+    [
+        (COSTS, [1, 1, 1], 0),  # the cheapest, as long as nothing is known
+        (COSTS, [0.5, 1, 1], 1),  # .25 / 20 < 1 / 50
+        (COSTS, [0.3, 0.5, 1], 2),  # .09 / 20 and .25 / 50 < 1 / 170
+        (COSTS, [0.35, 0.5, 1], 0),  # .1225 / 20 > 1 / 170
+        ([5.0, 5.0, 5.0, 10.0], [1, 1, 1], 2),  # of equals the finest
+        ([16.0, 4.0, 1.0, 10.0], [1, 1, 1], 2),  # coarse levels that cost more than fine ones
+    ],
+)
+def test_level_by_correlation_and_cost(adaptive, costs, rho, chosen):
+    """trust · ρ² / seconds decides, by hand."""
+    rule, run = adaptive(costs=costs)
+    rule.rho = rho
+    rule.choose_level(run)
+    assert rule.level == chosen
 
 
-def test_productive_level_is_kept(climb):
-    """The first window takes what five iterations of the next level would; later a fifth."""
-    rule, run = climb()
-    assert rule.window == 5 * 50 and window(rule, run, 1.0) == 13 * 20
-    assert rule.level == 0 and rule.paid == [True, False, False]
-    assert rule.time == 260 + 3 * 32  # checks of 2 · 16 s: at first, after 200 s, at the end
-    assert rule.window == 250 and run.said == []
-    rule.time = 2000
-    assert [rule.usual_window(level) for level in range(3)] == [400, 850, 850]
+def test_length_of_a_window(adaptive):
+    """At least eight iterations, five checks and 15 % of the time; checks count as time."""
+    rule, run = adaptive()
+    assert rule.window_end - run.time == 8 * 20 == 5 * 32
+    assert window(rule, run, 1.0) == 8
+    run.time = 2000.0
+    rule.start_window(run)
+    assert rule.window_end == 2300.0
+    rule.level = 2
+    rule.start_window(run)
+    assert rule.window_end == 2000 + 8 * 170
+
+
+def test_gain_restores_trust(adaptive):
+    """A gain beyond one standard error: trust 1 for the level, twice as much for all others."""
+    error = 1.0 / 3**0.5  # of four differences ±1: deviation √(4/3), over √4
+    for factor, trust in ((1.01, [1.0, 0.5, 1.0]), (0.99, [0.25, 0.25, 0.6])):
+        rule, run = adaptive()
+        rule.trust = [0.5, 0.25, 0.6]
+        window(rule, run, factor * error, 1.0)
+        assert rule.trust == trust
+
+
+def test_failures_lead_to_the_next_level(adaptive):
+    """Without gains trust is halved until another level is worth more: 20, 50, 170 s."""
+    rule, run = adaptive()
+    levels = []
+    for _ in range(9):
+        levels.append(rule.level)
+        window(rule, run, -1.0)
+    # Worth 1/20, then 1/40; 1/50 after the second failure; 1/80, 1/100, 1/170 ...
+    assert levels == [0, 0, 1, 0, 1, 0, 2, 1, 0]
+    assert rule.trust == [2**-5, 2**-3, 0.5]
+
+
+def test_gain_after_failures(adaptive):
+    """What a level failed at is past once another one has changed the policy."""
+    rule, run = adaptive()
+    window(rule, run, -1.0)
+    window(rule, run, -1.0)
+    assert rule.level == 1 and rule.trust == [0.25, 1.0, 1.0]
+    window(rule, run, 1.0)
+    assert rule.level == 0 and rule.trust == [0.5, 1.0, 1.0]
+
+
+def test_line_for_a_change_of_level(adaptive):
+    """It has the simulation's own name of the level, costs, ρ and the best check."""
+    rule, run = adaptive()
+    rule.measurements, rule.rho = 1, [0.2, 0.912, 1.0]
+    window(rule, run, 1.5)
+    assert run.said == [
+        "training on level 1 (8 cells): 20 s an iteration, correlation with the finest not "
+        "measured, trust 1; best check 0.0000",
+        "training on level 2 (16 cells): 50 s an iteration, correlation with the finest 0.91, "
+        "trust 1; best check 1.5000",
+    ]
+
+
+@pytest.mark.parametrize("quiet, rank", [(True, 0), (False, 1)])
+def test_quiet_rule_says_nothing(adaptive, monkeypatch, quiet, rank):
+    """Nor does a rank that is not the first."""
+    rule, run = adaptive()
+    rule.args.quiet, run.said = quiet, []
+    monkeypatch.setattr(ml, "RANK", rank)
+    for _ in range(3):
+        window(rule, run, -1.0)
+    assert rule.level == 0 and rule.trust[1] < 1 and run.said == []
 
 
 @pytest.mark.parametrize("norm_obs", [False, True])
-def test_first_fit_of_the_values(climb, norm_obs):
+def test_first_fit_of_the_values(adaptive, norm_obs):
     """It waits for the statistics of observations, which the first iteration brings; again if the
     run goes back to parameters from before that."""
-    rule, run = climb(norm_obs=norm_obs)
+    rule, run = adaptive(norm_obs=norm_obs)
     fits = []
     for iteration in range(5):
         fits.append(rule.plan().refit)
         if norm_obs:
             run.model.obs_norm.update(torch.zeros(10))
         run.checks = [(0.0, 0.0)]
-        rule.review(run, None, None)
+        iterate(rule, run)
         if iteration == 2:
-            rule.go(run, 0, 0.0, "to the first parameters")
+            rule.go_back(run)
     assert fits == [not norm_obs, norm_obs, False, True, norm_obs]
 
 
-def test_noise_goes_up(climb):
-    """A gain within 1.5 standard errors is noise: up, with a fit of the values, from the best."""
-    rule, run = climb()
-    rule.plan()
-    error = 1.0 / 3**0.5  # of four differences ±1: deviation √(4/3), over √4
-    window(rule, run, 1.49 * error, 1.0)
-    assert rule.level == 1 and rule.plan().refit and rule.plan().refit  # until it is done
-    run.checks = [(0.0, 0.0)]
-    rule.review(run, None, None)
-    assert not rule.plan().refit
-    assert "level 1 → 2" in run.said[0] and "up: no more than noise" in run.said[0]
-    rule, run = climb()
-    window(rule, run, 1.51 * error, 1.0)
-    assert rule.level == 0 and run.said == []
+def test_values_are_fitted_on_another_level(adaptive):
+    """Once, in its first iteration."""
+    rule, run = adaptive(levels=2)
+    fits = []
+    while rule.level == 0 or len(fits) < 2:
+        run.checks = [(0.0, 0.0)]
+        iterate(rule, run)
+        if rule.level == 1:
+            fits.append(rule.plan().refit)
+    assert fits == [True, False]
 
 
-@pytest.mark.parametrize("better", [True, False])
-def test_trial_of_the_next_level(climb, better):
-    """The next level is tried once a trial takes a quarter of the time; kept if it gives more."""
-    rule, run = climb()
-    mean = 0.0
-    while not run.said:
-        mean += 1.0
-        seconds = window(rule, run, mean)
-    rate, time = 1.0 / seconds, rule.time
-    cost = rule.window
-    assert rule.level == 1 and "trial" in run.said[0]
-    assert cost == max(5 * 50, 0.2 * time) <= 0.25 * time  # a window of the level before
-    assert abs(window(rule, run, mean + rate * cost * (1.1 if better else 0.9)) - cost) <= 50
-    assert rule.level == (1 if better else 0)
-    assert ("less than there" in run.said[-1]) is not better
-    assert rule.tried == pytest.approx(time + cost)  # no other trial soon
-
-
-def test_last_chance(climb):
-    """Before the next level is paid for, a cheaper one that was productive gets a window as long as
-    that of the level; the run stays if it is productive again, else goes up beyond that level."""
-    for again in (True, False):
-        rule, run = climb()
-        window(rule, run, 1.0)
-        rule.level = 1  # as if a trial had been kept
-        rule.start_window()
-        window(rule, run, 1.0)  # no gain
-        assert rule.level == 0 and "last chance" in run.said[0]
-        assert rule.window == 5 * 170  # what a trial of the third level would cost
-        assert window(rule, run, 2.0 if again else 1.0) >= 850
-        assert rule.level == (0 if again else 2)
-        if again:  # and only one chance, until an ordinary window is productive again
-            for mean, productive in ((2.0, False), (3.0, True)):
-                rule.level = 0
-                rule.start_window()
-                window(rule, run, mean)
-                rule.level = 1
-                rule.start_window()
-                window(rule, run, mean)
-                assert rule.level == (0 if productive else 2)
-
-
-def test_last_chance_is_of_the_nearest_cheaper_level(climb):
-    """Not of the level itself, nor of one that is cheaper still."""
-    for level, nearest in ((1, 0), (2, 1)):
-        rule, run = climb()
-        rule.level, rule.paid = level, [True, True, False]
-        rule.start_window()
-        window(rule, run, -1.0)
-        assert rule.level == nearest and "last chance" in run.said[0]
-
-
-@pytest.mark.parametrize("quiet, rank", [(True, 0), (False, 1)])
-def test_quiet_climb_says_nothing(climb, monkeypatch, quiet, rank):
-    """Nor does a rank that is not the first."""
-    rule, run = climb()
-    rule.args.quiet = quiet
-    monkeypatch.setattr(ml, "RANK", rank)
-    window(rule, run, -1.0)
-    assert rule.level == 1 and run.said == []
-
-
-def test_finest_level_has_nowhere_to_go(climb):
-    """Without a gain on the finest level, and no cheaper one that paid, the run stays."""
-    rule, run = climb(levels=1)
+def test_one_level(adaptive):
+    """There is nothing to choose, and nothing to measure."""
+    rule, run = adaptive(levels=1)
     for _ in range(3):
         window(rule, run, -1.0)
-    assert rule.level == 0 and run.said == []
+    assert rule.level == 0 and len(run.said) == 1
+    run.time = 1e9
+    assert not ml.Adaptive(rule.args).measurement_is_due(run)
 
 
-def test_best_parameters_are_kept_and_restored(climb):
-    """The best check's weights and Adam's state are kept; a change of level starts from them."""
-    rule, run = climb()
+@pytest.mark.parametrize("rho", [1.0, 0.89])
+@pytest.mark.parametrize(
+    "own_returns, rises", [([0, 1, 2, 3], True), ([3, 2, 1, 0], False), ([0, 9, 1, 8], False)]
+)
+def test_hidden_progress(adaptive, rho, own_returns, rises):
+    """Worse parameters are left for the best, but not where the level's own return rises and the
+    level agrees with the finest one."""
+    rule, run = adaptive()
+    with torch.no_grad():
+        run.model.weight.fill_(7.0)
+    rule.rho[0] = rho
+    own = [value + 0.01 * (-1) ** i for i, value in enumerate(np.repeat(own_returns, 2))]
+    assert window(rule, run, -1.0, own_returns=own) == 8
+    stays = rises and rho == 1.0
+    assert rule.plan().refit is not stays
+    assert (float(run.model.weight.detach()) == 7.0) == stays
+
+
+def test_slope_over_two_errors(adaptive):
+    """By NumPy's own least squares."""
+    rule, _ = adaptive()
+    generator = np.random.default_rng(0)
+    found = []
+    for slope in (0.0, 0.1, 0.2, 0.3):
+        rule.own_returns = (slope * np.arange(12) + generator.normal(size=12)).tolist()
+        fitted, covariance = np.polyfit(np.arange(12), rule.own_returns, 1, cov=True)
+        expected = fitted[0] > 2 * covariance[0, 0] ** 0.5
+        assert rule.progress_is_hidden() == expected
+        found.append(expected)
+    assert set(found) == {True, False}
+    rule.own_returns = [0.0, 1.0, 2.0]  # three points tell little
+    assert not rule.progress_is_hidden()
+
+
+def test_best_parameters_are_kept_and_restored(adaptive):
+    """The best check's weights and Adam's state are kept; a failed window goes back to them."""
+    rule, run = adaptive()
     with torch.no_grad():
         run.model.weight.fill_(7.0)
     window(rule, run, 1.0)
     best = run.model.weight.clone()
     with torch.no_grad():
         run.model.weight.fill_(8.0)
-    window(rule, run, 0.5)  # no gain: up, from the best
-    assert rule.level == 1
+    window(rule, run, 0.5)
     assert torch.equal(run.model.weight, best) and torch.equal(rule.best["weight"], best)
-    assert rule.returns.mean() == 1.0
+    assert rule.returns.mean() == 1.0 and rule.best_seconds < run.time
 
 
-def test_adam_of_the_best_check_stays_as_it_is(climb):
+def test_adam_of_the_best_check_stays_as_it_is(adaptive):
     """Training goes on from Adam's state of then, and may come back to it a second time."""
-    rule, run = climb()
+    rule, run = adaptive()
     for _ in range(3):
         run.model(torch.ones(1)).backward()
         run.optimizer.step()
         rule.adam = rule.adam if rule.adam["state"] else run.optimizer.state_dict()
-        rule.go(run, 1, 0.0, "somewhere")
+        rule.go_back(run)
         assert run.optimizer.state_dict()["state"][0]["step"] == 1
     assert rule.adam["state"][0]["step"] == 1
 
 
-def test_checks_are_charged_to_the_rules_time(climb):
-    """Within a long window there is a check whenever training took six times what one takes."""
-    rule, run = climb()
-    rule.window, run.checks, due = 1e9, [(0.0, 0.0)] * 99, []
+def test_checks_within_a_window(adaptive):
+    """There is one whenever training took six times what one takes."""
+    rule, run = adaptive()
+    rule.window_end, run.checks, due = 1e9, [(0.0, 0.0)] * 99, []
     for iteration in range(1, 41):
-        if "check_return" in rule.review(run, None, None):
+        if "check_return" in iterate(rule, run):
             due.append(iteration)
     assert due == [10, 20, 30, 40]  # 6 · 32 s ≤ 10 · 20 s
-    assert rule.time == 40 * 20 + 5 * 32
+    assert run.time == 40 * 20 + 5 * 32
+
+
+# Correlations ------------------------------------------------------------------------------------
+
+
+def test_correlations_by_hand():
+    """Within a start: what differs between starts does not count."""
+    starts = np.array([0, 0, 0, 1, 1])
+    finest = np.array([1.0, 2.0, 3.0, 10.0, 12.0])
+    opposite = -finest
+    shifted = 5 + 2 * finest + np.array([0, 0, 0, 70, 70])
+    half = np.array([1.0, 1.0, 1.0, 0.0, 2.0])
+    constant = np.full(5, 0.1)
+    found = ml.correlations(np.stack([opposite, shifted, half, constant, finest]), starts)
+    # Within starts the finest is −1, 0, 1, −1, 1 and half is 0, 0, 0, −1, 1.
+    assert found == pytest.approx([-1, 1, 2 / (2 * 4) ** 0.5, 0, 1])
+    assert (ml.correlations(np.stack([finest, constant]), starts) == 0).all()
+
+
+class Line(gym.Env):
+    """Three steps from a random start, or from its own on level 1; rewards as `reward` says."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gym.spaces.Box(-10, 10, (2,), np.float32)
+
+    def __init__(self, level, reward, unlike=False, length=3):
+        self.level, self.reward, self.unlike, self.length = level, reward, unlike, length
+
+    def psi(self):
+        return np.array([self.t, self.start], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.np_random.random(self.level if self.unlike else 0)
+        self.t, self.start = 0, self.np_random.normal()
+        return self.psi(), {}
+
+    def step(self, action):
+        self.t += 1
+        reward = float(self.reward(self.level, action, self.start))
+        return self.psi(), reward, self.t >= self.length, False, {}
+
+
+class Mapped(Line):
+    """The same, which can take over another level's state."""
+
+    def map_from(self, other):
+        self.t, self.start = other.t, other.start
+
+
+LINE = "--levels 1 2 3 --num-envs 16 --num-minibatches 2 --hidden 8 --num-workers 0 --num-steps 3 "
+LINE += "--init-log-std -1 --level-costs 1e-3 4e-3 1e-2 1e-3 --check-episodes 4 --eval-every 0"
+AGREES = lambda level, action, start: 5 * start + action[0]  # noqa: E731
+BLIND = lambda level, action, start: 5 * start + action[int(level == 3)]  # noqa: E731
+HALF = lambda level, action, start: start + action[0] + (level < 3) * action[1]  # noqa: E731
+
+
+def measured(monkeypatch, kind, reward, **options):
+    """Return what playing Lines side by side gives: ρ, and a line on why it means nothing."""
+    name = install(monkeypatch, lambda level: kind(level, reward, **options))
+    args = ml.parse_args(["--env", name, *LINE.split()])
+    model = ml.make_model(args)
+    with ml.closing(ml.make_pool(args, model, ml.game_seeds(args, 0), 0)) as pool:
+        returns, starts, problem = ml.play_alike(model, pool, args, 1)
+    assert returns.shape == (3, 64) and len(np.unique(starts)) == 8
+    return ml.correlations(returns, starts), problem
+
+
+@pytest.mark.parametrize("kind", [Line, Mapped])
+def test_levels_are_played_from_the_same_starts_with_the_same_noise(monkeypatch, kind):
+    """Levels that are the same return the same; blind ones have nothing to do with the finest."""
+    assert measured(monkeypatch, kind, AGREES) == (pytest.approx([1, 1, 1]), None)
+    rho, problem = measured(monkeypatch, kind, BLIND)
+    assert abs(rho[:2]).max() < 0.4 and problem is None  # of 56 free returns: two errors are .27
+    assert measured(monkeypatch, kind, HALF)[0][:2] == pytest.approx([0.5**0.5] * 2, abs=0.2)
+
+
+def test_starts_that_differ_between_levels(monkeypatch):
+    """Without map_from a seed must be one start on all levels; with it the finest's is taken."""
+    assert "levels start unlike" in measured(monkeypatch, Line, AGREES, unlike=True)[1]
+    rho, problem = measured(monkeypatch, Mapped, AGREES, unlike=True)
+    assert rho == pytest.approx([1, 1, 1]) and problem is None
+
+
+def test_starts_that_are_chance(monkeypatch):
+    """A reset that does not go by its seed is told."""
+
+    class Chance(Line):
+        def reset(self, *, seed=None, options=None):
+            return super().reset(options=options)
+
+    assert "starts from one seed differ" in measured(monkeypatch, Chance, AGREES)[1]
+
+
+def trained(monkeypatch, tmp_path, kind, reward, *words, **options):
+    """Return a run on Lines, as long as a thousand steps of the finest level take."""
+    name = install(monkeypatch, lambda level: kind(level, reward, **options))
+    argv = ["--env", name, *LINE.split(), "--total-cost", "3000", "--quiet", *words]
+    return ml.train(ml.parse_args([*argv, "--log-dir", str(tmp_path)]))
+
+
+def levels_of(run):
+    """Return the levels of a run's iterations."""
+    return [row["level"] for row in run.history[1:]]
+
+
+def test_blind_levels_are_left(monkeypatch, tmp_path):
+    """Once ρ is measured the run trains where it learns what the finest level wants."""
+    run = trained(monkeypatch, tmp_path, Line, BLIND)
+    assert run.rule.measurements > 1 and max(run.rule.rho[:2]) < 0.5
+    levels = levels_of(run)
+    assert levels[0] == 1 and levels[-1] == 3
+    assert run.history[-1]["levels/rho_1"] == run.rule.rho[0]
+
+
+def test_levels_that_agree_are_cheap(monkeypatch, tmp_path):
+    """The finest level is played in checks and measurements only, as long as a cheap one gains."""
+    run = trained(monkeypatch, tmp_path, Line, AGREES)
+    assert run.rule.rho == pytest.approx([1, 1, 1])
+    levels = levels_of(run)
+    assert levels.count(1) > 0.8 * len(levels)
+
+
+def test_unlike_levels_go_by_trust_alone(monkeypatch, tmp_path, capsys):
+    """One line says so, and nothing is measured any more."""
+    run = trained(monkeypatch, tmp_path, Line, AGREES, unlike=True)
+    assert run.rule.measurements == 1 and run.rule.measured is None
+    assert run.rule.rho == [1.0] * 3
+    told = capsys.readouterr().err
+    assert told.count("levels are chosen by costs and gains alone") == 1
+
+
+def test_constant_returns(monkeypatch, tmp_path):
+    """Where the policy changes nothing on the finest level there is nothing to correlate."""
+    run = trained(monkeypatch, tmp_path, Line, lambda level, action, start: (level < 3) * action[0])
+    assert run.rule.measurements > 1 and run.rule.rho == [1.0] * 3
+    assert set(levels_of(run)) == {1, 2, 3}  # no gains anywhere: all have their turn
+    run = trained(monkeypatch, tmp_path, Line, lambda level, action, start: (level > 1) * action[0])
+    assert run.rule.rho == pytest.approx([0.03, 1, 1])
+
+
+def test_diverging_level(monkeypatch, tmp_path):
+    """Large returns of a few episodes make ρ small; NaN ends the run with a line that names it."""
+
+    def diverges(level, action, start):
+        return action[0] + (level == 1) * 1e6 * (action[1] > 0.5)
+
+    run = trained(monkeypatch, tmp_path, Line, diverges)
+    assert run.rule.rho[0] < 0.5 < run.rule.rho[1]
+
+    def breaks(level, action, start):
+        return np.nan if level == 2 and run else action[0]
+
+    with pytest.raises(ml.GameError, match="NaN or infinity in returns of level 2"):
+        trained(monkeypatch, tmp_path, Line, breaks)
+
+
+def test_measurements_are_charged(monkeypatch, tmp_path):
+    """64 episodes of three steps on each level, and they take some 5 % of the time."""
+    run = trained(monkeypatch, tmp_path, Line, AGREES)
+    costs = np.array([1e-3, 4e-3, 1e-2]) / 1e-2
+    cost = 0.0
+    for row in run.history:
+        if row["iteration"]:
+            cost += 48 * costs[row["level"] - 1]
+        if "check_return" in row:
+            cost += 4 * 3
+    measured_cost = run.rule.measurements * 64 * 3 * costs.sum()
+    assert run.counters["sim_cost"] == pytest.approx(cost + measured_cost)
+    assert run.rule.measurements > 2
+    assert 0.01 < measured_cost / run.counters["total_cost"] < 0.06
+
+
+def test_training_goes_on_from_new_starts(monkeypatch):
+    """A measurement leaves no two actors with the same episodes."""
+    name = install(monkeypatch, lambda level: Line(level, AGREES))
+    args = ml.parse_args(["--env", name, *LINE.split()])
+    rule, model = ml.Adaptive(args), ml.make_model(args)
+    with ml.closing(ml.make_pool(args, model, ml.game_seeds(args, 0), 0)) as pool:
+        run = types.SimpleNamespace(model=model, pool=pool, charge=lambda *_, **__: None)
+        run.seconds = lambda: 1.0
+        starts = []
+        for _ in range(2):
+            rule.measure(run)
+            starts.append(pool.arrays["obs"][ml.OWN, :, :, 1].copy())
+    assert len(np.unique(np.stack(starts))) == 2 * 3 * 16
 
 
 # Values on a new level ----------------------------------------------------------------------------
@@ -289,9 +534,9 @@ def rows(run_dir):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Climb on three small reservoirs, as long as 1,600 steps of the finest level take."""
+    """Train on three small reservoirs, as long as 3,000 steps of the finest level take."""
     folder = str(tmp_path_factory.mktemp("runs"))
-    return ml.train(ml.parse_args([*SMALL, "--total-cost", "1600", "--log-dir", folder]))
+    return ml.train(ml.parse_args([*SMALL, "--total-cost", "3000", "--log-dir", folder]))
 
 
 def test_run_reports_level_and_checks(run):
@@ -468,7 +713,7 @@ def test_more_ranks_than_episodes_of_a_check(monkeypatch, capsys):
 @pytest.mark.parametrize("last", [3, 14, 30])
 def test_resume_in_the_middle_of_a_climb(run, tmp_path, last):
     """Stopped in an iteration and resumed, the run is the uninterrupted one."""
-    argv = [*SMALL, "--total-cost", "1600", "--log-dir", str(tmp_path)]
+    argv = [*SMALL, "--total-cost", "3000", "--log-dir", str(tmp_path)]
     stopped = train_until(ml, ml.parse_args(argv), last)
     assert stopped.iteration == last
     resumed = ml.train(ml.parse_args(["--resume", str(stopped.run_dir), "--quiet"]))
