@@ -981,11 +981,15 @@ def play_alike(model, pool, args, number):
 
     returns = []
     shown = []
+    cut = 0
     for noise_seed, seeds in zip(noise_seeds, start_seeds):
         generator = torch.Generator().manual_seed(int(noise_seed))
-        first_obs, round_returns = play_round(model, pool, args, seeds, generator)
+        first_obs, round_returns, unfinished = play_round(model, pool, args, seeds, generator)
         shown.append(first_obs)
         returns.append(round_returns)
+        cut += int(unfinished.sum())
+    if cut:
+        report(f"{cut} episodes cut off at {EVAL_STEPS:,} steps: do they ever end?")
     returns = np.concatenate(returns, axis=1)
     shown = np.concatenate(shown, axis=1)
     for level, name in enumerate(args.levels):
@@ -997,7 +1001,8 @@ def play_alike(model, pool, args, number):
 def play_round(model, pool, args, seeds, generator):
     """Play an episode of every actor on every level, each from its one of N seeds.
 
-    Returns the first observations (L, N, D) and the returns (L, N), of all ranks.
+    Returns the first observations (L, N, D), the returns (L, N), and where an episode was cut off
+    (L, N), of all ranks.
     """
     L = len(args.levels)
     seeds = np.broadcast_to(seeds, (2, L, args.num_envs))
@@ -1007,16 +1012,17 @@ def play_round(model, pool, args, seeds, generator):
 
     finished = pool.arrays["finished"][OWN]  # (L, N / ranks)
     chunk = len(pool.buffer["noise"])
-    for _ in range(0, EVAL_STEPS, chunk):
+    for done in range(0, EVAL_STEPS, chunk):
         noise = model.head.noise(chunk * args.num_envs, generator).view(chunk, args.num_envs, -1)
         pool.buffer["noise"][:] = noise.chunk(NUM_RANKS, dim=1)[RANK]
+        num_steps = min(chunk, EVAL_STEPS - done)
         for level in range(L):
             if not finished[level].all():
-                pool.play(model, chunk, level=level, first_episodes=True)
+                pool.play(model, num_steps, level=level, first_episodes=True)
         if finished.all():
             break
     returns = first_returns(pool.arrays)[OWN]
-    ranks = gathered_objects((shown, returns))
+    ranks = gathered_objects((shown, returns, ~finished))
     return [np.concatenate(parts, axis=1) for parts in zip(*ranks)]
 
 

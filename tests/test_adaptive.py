@@ -26,8 +26,16 @@ COSTS = [1.0, 4.0, 16.0, 10.0]  # seconds of a step on three levels, and of an u
 SMALL = (
     "--env ResSim-v1 --levels 1 2 3 --num-steps 5 --num-envs 4 --num-minibatches 2 --hidden 8 "
     "--update-epochs 2 --num-workers 0 --check-episodes 4 --eval-episodes 2 --quiet "
-    "--level-costs 1 4 16 10 --eval-every 4"
+    "--level-costs 1 4 16 100 --eval-every 4"
 ).split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def measured_often():
+    """Short runs measure ρ, too: it may take 30 % of the time instead of 5 %."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ml.Adaptive, "MEASURE_SHARE", 0.3)
+        yield
 
 
 class FakeRun:
@@ -348,7 +356,7 @@ class Mapped(Line):
 
 
 LINE = "--levels 1 2 3 --num-envs 16 --num-minibatches 2 --hidden 8 --num-workers 0 --num-steps 3 "
-LINE += "--init-log-std -1 --level-costs 1e-3 4e-3 1e-2 1e-3 --check-episodes 4 --eval-every 0"
+LINE += "--init-log-std -1 --level-costs 1e-3 4e-3 1e-2 1e-1 --check-episodes 4 --eval-every 0"
 AGREES = lambda level, action, start: 5 * start + action[0]  # noqa: E731
 BLIND = lambda level, action, start: 5 * start + action[int(level == 3)]  # noqa: E731
 HALF = lambda level, action, start: start + action[0] + (level < 3) * action[1]  # noqa: E731
@@ -392,9 +400,9 @@ def test_starts_that_are_chance(monkeypatch):
 
 
 def trained(monkeypatch, tmp_path, kind, reward, *words, **options):
-    """Return a run on Lines, as long as a thousand steps of the finest level take."""
+    """Return a run on Lines, as long as 4,000 steps of the finest level take."""
     name = install(monkeypatch, lambda level: kind(level, reward, **options))
-    argv = ["--env", name, *LINE.split(), "--total-cost", "3000", "--quiet", *words]
+    argv = ["--env", name, *LINE.split(), "--total-cost", "4000", "--quiet", *words]
     return ml.train(ml.parse_args([*argv, "--log-dir", str(tmp_path)]))
 
 
@@ -455,7 +463,7 @@ def test_diverging_level(monkeypatch, tmp_path):
 
 
 def test_measurements_are_charged(monkeypatch, tmp_path):
-    """64 episodes of three steps on each level, and they take some 5 % of the time."""
+    """64 episodes of three steps on each level; they take no more of the time than they may."""
     run = trained(monkeypatch, tmp_path, Line, AGREES)
     costs = np.array([1e-3, 4e-3, 1e-2]) / 1e-2
     cost = 0.0
@@ -466,8 +474,8 @@ def test_measurements_are_charged(monkeypatch, tmp_path):
             cost += 4 * 3
     measured_cost = run.rule.measurements * 64 * 3 * costs.sum()
     assert run.counters["sim_cost"] == pytest.approx(cost + measured_cost)
-    assert run.rule.measurements > 2
-    assert 0.01 < measured_cost / run.counters["total_cost"] < 0.06
+    assert run.rule.measurements > 1
+    assert 0.1 < measured_cost / run.counters["total_cost"] < 0.3
 
 
 def test_training_goes_on_from_new_starts(monkeypatch):
@@ -534,9 +542,9 @@ def rows(run_dir):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Train on three small reservoirs, as long as 3,000 steps of the finest level take."""
+    """Train on three small reservoirs, as long as 2,400 steps of the finest level take."""
     folder = str(tmp_path_factory.mktemp("runs"))
-    return ml.train(ml.parse_args([*SMALL, "--total-cost", "3000", "--log-dir", folder]))
+    return ml.train(ml.parse_args([*SMALL, "--total-cost", "2400", "--log-dir", folder]))
 
 
 def test_run_reports_level_and_checks(run):
@@ -545,8 +553,8 @@ def test_run_reports_level_and_checks(run):
     levels = [int(row["level"]) for row in table]
     assert levels[0] == 1 and set(levels) > {1}
     assert float(table[0]["check_return"]) > 0.4 and float(table[-1]["check_return"]) > 0.4
-    costs = [float(row["sim_cost"]) for row in table]
-    assert costs[-2] < 1600 <= costs[-1] and costs == sorted(costs)
+    costs = [float(row["total_cost"]) for row in table]
+    assert costs[-2] < 2400 <= costs[-1] and costs == sorted(costs)
     assert all(0 < float(row["sim_seconds"]) < float(row["wall_seconds"]) for row in table)
     assert {float(row["learning_rate"]) for row in table[1:]} == {run.args.learning_rate}
 
@@ -606,8 +614,8 @@ def test_length_of_no_more_than_a_check(tmp_path, capsys):
 
 
 def test_time_left(tmp_path, capsys):
-    """The first tenth of a climb, on coarse levels, does not tell how long the rest will take."""
-    argv = [*SMALL, "--total-cost", "400", "--log-dir", str(tmp_path)]
+    """The first tenth, on coarse levels, does not tell how long the rest will take."""
+    argv = [*SMALL, "--total-cost", "600", "--log-dir", str(tmp_path)]
     (args := ml.parse_args(argv)).quiet = False
     ml.train(args)
     found = re.findall(r"^update \d+  (\d+)%.*?(ETA|$)", capsys.readouterr().out, re.MULTILINE)
@@ -622,16 +630,17 @@ def test_learning_rate_falls_with_the_cost(tmp_path):
     argv = [*SMALL, "--total-cost", "300", "--anneal-lr", "--log-dir", str(tmp_path)]
     table = rows(ml.train(ml.parse_args(argv)).run_dir)
     rates = [float(row["learning_rate"]) for row in table[1:]]
-    before = [float(row["sim_cost"]) / 300 for row in table[:-1]]  # the first check's is in it
+    before = [float(row["total_cost"]) / 300 for row in table[:-1]]  # the first check's is in it
     assert rates == pytest.approx([1e-4 * (1 - share) for share in before]) and len(rates) > 3
 
 
 def test_run_tensorboard_costs(run):
     """TensorBoard shows what a run has cost."""
     events = EventAccumulator(str(run.run_dir)).Reload()
-    shown = {event.step: event.value for event in events.Scalars("costs/sim_cost")}
-    table = {int(row["global_step"]): float(row["sim_cost"]) for row in rows(run.run_dir)}
-    assert shown == pytest.approx(table)
+    for name in ("sim_cost", "total_cost"):
+        shown = {event.step: event.value for event in events.Scalars(f"costs/{name}")}
+        table = {int(row["global_step"]): float(row[name]) for row in rows(run.run_dir)}
+        assert shown == pytest.approx(table)
 
 
 def test_run_tensorboard_picture(run):
@@ -653,12 +662,19 @@ def test_run_tensorboard_picture(run):
 
 
 def test_every_step_is_charged_by_its_level(run):
-    """20 steps per iteration on a level cost 20 c_l / c_L, a check 4 · 5 steps of the finest."""
-    table, cost = rows(run.run_dir), 0.0
+    """20 steps per iteration on a level cost 20 c_l / c_L, a check 4 · 5 steps of the finest, a
+    measurement 64 · 5 steps of each level; an update 100 s, of which a step takes 16."""
+    table, cost, measurements = rows(run.run_dir), 0.0, 0
+    measurement = 320 * (1 + 4 + 16) / 16
     for row in table:
         cost += 20 * [1, 4, 16][int(row["level"]) - 1] / 16 if row["iteration"] != "0" else 0
         cost += 20 if row["check_return"] else 0
+        if float(row["sim_cost"]) > cost + 0.9 * measurement:
+            cost, measurements = cost + measurement, measurements + 1
         assert float(row["sim_cost"]) == pytest.approx(cost)
+        updates = int(row["iteration"]) * 100 / 16
+        assert float(row["total_cost"]) == pytest.approx(cost + updates)
+    assert measurements == run.rule.measurements > 0
     assert float(table[-1]["sim_seconds"]) > 0
 
 
@@ -710,10 +726,11 @@ def test_more_ranks_than_episodes_of_a_check(monkeypatch, capsys):
     assert "argument --check-episodes: each of the 5 ranks needs one" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("last", [3, 14, 30])
-def test_resume_in_the_middle_of_a_climb(run, tmp_path, last):
-    """Stopped in an iteration and resumed, the run is the uninterrupted one."""
-    argv = [*SMALL, "--total-cost", "3000", "--log-dir", str(tmp_path)]
+@pytest.mark.parametrize("last", [3, 14, 140])
+def test_resume_in_the_middle(run, tmp_path, last):
+    """Stopped in an iteration and resumed, the run is the uninterrupted one; ρ is measured before
+    the last stop, and after it."""
+    argv = [*SMALL, "--total-cost", "2400", "--log-dir", str(tmp_path)]
     stopped = train_until(ml, ml.parse_args(argv), last)
     assert stopped.iteration == last
     resumed = ml.train(ml.parse_args(["--resume", str(stopped.run_dir), "--quiet"]))
@@ -726,15 +743,15 @@ def test_resume_in_the_middle_of_a_climb(run, tmp_path, last):
             assert row[name] == expected_row[name], name
 
 
-@pytest.mark.parametrize("length", [["--total-cost", "2000"], ["--num-iterations", "99"]])
+@pytest.mark.parametrize("length", [["--total-cost", "2600"], ["--num-iterations", "400"]])
 def test_a_longer_run(run, tmp_path, length):
-    """A climb that is over goes on with another length, in the same unit or another one."""
+    """A run that is over goes on with another length, in the same unit or another one."""
     copy = shutil.copytree(run.run_dir, tmp_path / "copy")
     longer = ml.train(ml.parse_args(["--resume", str(copy), "--quiet", *length]))
     if length[0] == "--total-cost":
-        assert longer.counters["sim_cost"] >= 2000 and longer.iteration > run.iteration
+        assert longer.counters["total_cost"] >= 2600 and longer.iteration > run.iteration
     else:
-        assert longer.iteration == 99 > run.iteration
+        assert longer.iteration == 400 > run.iteration
 
 
 @pytest.mark.parametrize("length", [None, 40])
@@ -787,7 +804,7 @@ MADE = f"{MADE} --num-workers 0 --eval-every 0 --check-episodes 2 --quiet".split
 
 
 def test_episodic_return_is_of_one_level(tmp_path, monkeypatch):
-    """Episodes of the level that a climb has left do not count."""
+    """Episodes of the level that a run has left do not count."""
     step = envs.Levels.step
     monkeypatch.setattr(
         envs.Levels,
@@ -800,7 +817,7 @@ def test_episodic_return_is_of_one_level(tmp_path, monkeypatch):
     assert all(row["episodic_return"] == row["level"] for row in history)
 
 
-@pytest.mark.parametrize("schedule", ["climb", "together"])
+@pytest.mark.parametrize("schedule", ["adaptive", "together"])
 def test_total_timesteps(tmp_path, schedule):
     """The run ends once it has taken as many, whatever the levels' T."""
     argv = [*MADE, "--num-steps", "4", "40", "--schedule", schedule, "--total-timesteps", "500"]
@@ -955,45 +972,39 @@ def together(*words):
     return ml.Together(ml.parse_args([*options.split(), *words]))
 
 
-def test_control_weight_and_steps_are_measured():
-    """β = Cov/Var; T^c/T^f = √(ρ² (c_f + c_c) / ((1 − ρ²) c_c)): Peherstorfer et al. 2016."""
-    rule = together("--num-steps", "400", "auto")
-    assert rule.plan()[::2] == ([0, 1], [1.0])
+def test_control_weight_is_measured():
+    """β = Cov/Var."""
+    rule = together("--num-steps", "400", "20")
+    assert rule.plan() == ([0, 1], [400, 20], [1.0], False)
     batches, partners = pairs(0.6)
-    rule.review(None, batches, partners)
+    rule.review(None, batches, partners, {})
     own, sync = batches[1]["advantages"].numpy(), partners[0]["advantages"].numpy()
     (_, covariance), (_, variance) = np.cov(own, sync)
     assert rule.plan().controls[0] == pytest.approx(covariance / variance, rel=1e-4)
-    rho = np.corrcoef(own, sync)[0, 1]
-    ratio = np.sqrt(rho**2 * (40 + 1) / ((1 - rho**2) * 1))
-    coarse, fine = rule.plan().num_steps
-    # The coarsest level's own rows have another sample of the same variance.
-    scale = batches[0]["advantages"].std().item() / sync.std(ddof=1)
-    assert coarse == 400 and fine == pytest.approx(400 / (ratio * scale), abs=1)
 
 
 def test_useless_coarse_level_is_weighed_out():
-    """Without correlation β tends to 0, and the finest level gets all the steps there are."""
-    rule = together("--num-steps", "50", "auto")
-    rule.review(None, *pairs(0.0))
-    assert rule.plan().controls[0] < 0.05 and rule.plan().num_steps[1] > 25
-    rule.review(None, *pairs(-0.5))  # never negative
+    """Without correlation β tends to 0."""
+    rule = together("--num-steps", "50", "5")
+    rule.review(None, *pairs(0.0), {})
+    assert rule.plan().controls[0] < 0.05
+    rule.review(None, *pairs(-0.5), {})  # never negative
     assert 0 <= rule.plan().controls[0] < 0.05
 
 
 def test_control_of_one_is_algorithm_4():
-    """--control 1 keeps the weights of Algorithm 4 whatever is measured; so do numbers for T."""
+    """--control 1 keeps the weights of Algorithm 4 whatever is measured."""
     rule = together("--num-steps", "50", "5", "--control", "1")
-    rule.review(None, *pairs(0.3))
+    rule.review(None, *pairs(0.3), {})
     assert rule.plan() == ([0, 1], [50, 5], [1.0], False)
 
 
 def test_mean_over_iterations():
     """What was measured before counts nine times as much as the newest iteration."""
     rule = together("--num-steps", "50", "5")
-    rule.review(None, *pairs(0.9))
+    rule.review(None, *pairs(0.9), {})
     first = rule.controls[0]
-    rule.review(None, *pairs(0.1))
+    rule.review(None, *pairs(0.1), {})
     own, partners = pairs(0.1)
     latest = np.cov(own[1]["advantages"], partners[0]["advantages"])[0, 1]
     variance = pairs(0.9)[1][0]["advantages"].var().item()
@@ -1015,7 +1026,7 @@ class Stream(envs.Levels):
 
 @pytest.mark.parametrize("psi", [np.zeros(3), lambda self: np.ones(3)])
 def test_psi_may_be_something_else(tmp_path, monkeypatch, psi):
-    """A climb does not need psi(), so its name is free."""
+    """Without pairs nothing needs psi(), so its name is free."""
     monkeypatch.setattr(Stream, "psi", psi)
     monkeypatch.setattr(envs, "make_stream", Stream, raising=False)
     words = [*SMALL, "--env", "envs:make_stream", "--num-iterations", "1"]

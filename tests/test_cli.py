@@ -495,11 +495,10 @@ LEVEL_ERRORS = [
     ("--env ResSim-v1 --levels 5 --num-steps 10 --eval-level 6", ("must be 1..5, got 6",)),
     ("--env ResSim-v1 --levels 4 5 --num-steps 10 --schedule together", ("--num-steps",)),
     ("--env ResSim-v1 --levels 4 5 --num-steps 10 20 30", ("--num-steps",)),
-    ("--env ResSim-v1 --levels 4 5 --num-steps 10 auto", ("--num-steps",)),
-    ("--env ResSim-v1 --levels 4 5 --num-steps auto 10 --schedule together", ("--num-steps",)),
+    ("--env ResSim-v1 --levels 4 5 --num-steps 10 auto", ("--num-steps", "'auto'")),
     ("--env ResSim-v1 --levels 2 4 --eval-level 5", ("--eval-level", "last")),
     ("--env ResSim-v1 --levels 2 --eval-level 1", ("--eval-level", "last")),
-    ("--env ResSim-v1 --levels 2 --schedule climb --eval-level 3", ("--eval-level", "last")),
+    ("--env ResSim-v1 --levels 2 --schedule adaptive --eval-level 3", ("--eval-level", "last")),
     ("--env envs:make_cartpole --levels 1 2 --schedule together --coupling step", ("map_from",)),
     ("--env ResSim-v1 --coupling step", ("--coupling", "together")),
     ("--env ResSim-v1 --levels 2 4 --control 1", ("--control", "together")),
@@ -528,29 +527,22 @@ def test_levels(refused_levels, options, words):
 
 
 DEFAULTS = [
-    ("--env ResSim-v1", "climb", [1, 2, 3, 4, 5], [50] * 5, 32_000, None),
-    ("--env ResSim-v3 --num-steps 20", "climb", [1, 2, 3, 4], [20] * 4, 200_000, None),
-    ("--env ResSim-v1 --levels 2 5 --total-cost 9", "climb", [2, 5], [50] * 2, 9, None),
-    ("--env ResSim-v1 --levels 1 2", "climb", [1, 2], [50] * 2, 100 * 50 * 50, None),
+    ("--env ResSim-v1", "adaptive", [1, 2, 3, 4, 5], [50] * 5, 32_000, None),
+    ("--env ResSim-v3 --num-steps 20", "adaptive", [1, 2, 3, 4], [20] * 4, 200_000, None),
+    ("--env ResSim-v1 --levels 2 5 --total-cost 9", "adaptive", [2, 5], [50] * 2, 9, None),
+    ("--env ResSim-v1 --levels 1 2", "adaptive", [1, 2], [50] * 2, None, None),
     ("--env ResSim-v1 --levels 4", "together", [4], [50], None, 200),
     ("--env ResSim-v1 --schedule together", "together", [2, 5], [100, 5], None, 200),
-    ("--env envs:make --levels 1 2 3", "climb", [1, 2, 3], [50] * 3, 100 * 50 * 50, None),
-    ("--env envs:make --levels 1 2 --num-iterations 7", "climb", [1, 2], [50] * 2, None, 7),
-    ("--env envs:make --levels 1 2 --total-timesteps 9000", "climb", [1, 2], [50] * 2, None, None),
-    (
-        "--env ResSim-v1 --schedule together --levels 1 2 3 --num-steps 80 auto",
-        "together",
-        [1, 2, 3],
-        [80, "auto", "auto"],
-        None,
-        200,
-    ),
+    ("--env envs:make --levels 1 2 3", "adaptive", [1, 2, 3], [50] * 3, None, None),
+    ("--env envs:make --levels 1 2 --num-iterations 7", "adaptive", [1, 2], [50] * 2, None, 7),
+    ("--env envs:make --levels 1 2 --total-timesteps 9", "adaptive", [1, 2], [50] * 2, None, None),
+    ("--schedule together --levels 1 2 3", "together", [1, 2, 3], [100, 10, 10], None, 200),
 ]
 
 
 @pytest.mark.parametrize("options, schedule, levels, num_steps, total_cost, length", DEFAULTS)
 def test_what_is_not_given(options, schedule, levels, num_steps, total_cost, length):
-    """Several levels are climbed, all of a built-in case; its length is a cost."""
+    """All levels of a built-in case; the length of a run that chooses among them is a cost."""
     args = ppo_multilevel.parse_args(options.split())
     assert (args.schedule, args.levels, args.num_steps) == (schedule, levels, num_steps)
     assert (args.total_cost, args.num_iterations) == (total_cost, length)

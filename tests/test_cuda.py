@@ -30,7 +30,7 @@ CASES = {
     "GRU": (ppo, f"{CARTPOLE} --rnn gru --rnn-size 8"),
     "Pendulum": (ppo, "--env Pendulum-v1 --num-steps 32"),
     "Breakout": (ppo_atari, "--num-steps 16 --precision fp32 --eval-every 2 --eval-episodes 1"),
-    "climb": (ppo_multilevel, f"{RESSIM} --num-steps 8 --check-episodes 2"),
+    "adaptive": (ppo_multilevel, f"{RESSIM} --num-steps 8 --check-episodes 2"),
     "together": (ppo_multilevel, f"{RESSIM} --schedule together --num-steps 8 4"),
 }
 

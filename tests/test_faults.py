@@ -141,7 +141,7 @@ def test_signal_that_cannot_be_reported(script, tmp_path, monkeypatch, signum):
 
 @pytest.mark.parametrize(
     "script, schedule",
-    [(ppo, None), (ppo_multilevel, "climb"), (ppo_multilevel, "together")],
+    [(ppo, None), (ppo_multilevel, "adaptive"), (ppo_multilevel, "together")],
     indirect=["script"],
 )
 def test_signal_before_the_first_row(script, tmp_path, monkeypatch, schedule):
@@ -165,7 +165,7 @@ def test_signal_before_the_first_row(script, tmp_path, monkeypatch, schedule):
     assert run_main(script, monkeypatch, "--resume", str(run_dir), "--quiet") == 0
     assert [row["iteration"] for row in rows(run_dir)] == ["0", "1", "2"]
     assert all(row["eval_return"] for row in rows(run_dir))
-    if schedule == "climb":
+    if schedule == "adaptive":
         assert rows(run_dir)[0]["check_return"]
 
 

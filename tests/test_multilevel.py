@@ -541,11 +541,11 @@ def test_step_of_a_subclass(monkeypatch, tmp_path):
 
 def test_one_row_per_level(tmp_path):
     """It has no variance, which is no reason to believe in none, or to fail."""
-    options = "--env envs:make --levels 1 2 --num-envs 1 --num-minibatches 1 --num-steps 4 auto"
+    options = "--env envs:make --levels 1 2 --num-envs 1 --num-minibatches 1 --num-steps 4 2"
     options += " --norm-adv off --num-iterations 5 --num-workers 0 --level-costs 1 1000 1"
     args = ml.parse_args([*options.split(), "--schedule", "together", "--log-dir", str(tmp_path)])
     run = ml.train(args)
-    assert run.rule.moments.isfinite().all() and run.rule.plan().num_steps == [4, 1]
+    assert run.rule.moments.isfinite().all() and run.rule.plan().num_steps == [4, 2]
 
 
 def test_counts_of_steps_and_simulation(tmp_path):

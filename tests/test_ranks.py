@@ -43,13 +43,13 @@ CASES = {
     ),
     "ResSim, noise": (ppo_multilevel, "--coupling noise --norm-obs --schedule together"),
 }
-CASES["ResSim, climb"] = (
+CASES["ResSim, adaptive"] = (
     ppo_multilevel,
-    "--schedule climb --level-costs 1 4 1 --check-episodes 4 --num-iterations 24",
+    "--schedule adaptive --level-costs 1 4 1 --check-episodes 4 --num-iterations 24",
 )
-CASES["CartPole, climb"] = (  # whose episodes differ in length
+CASES["CartPole, adaptive"] = (  # whose episodes differ in length
     ppo_multilevel,
-    "--schedule climb --env envs:make_cartpole --num-steps 8 --level-costs 1 4 1 --norm-value "
+    "--schedule adaptive --env envs:make_cartpole --num-steps 8 --level-costs 1 4 1 --norm-value "
     "--check-episodes 4 --num-iterations 24",
 )
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the ranks are forked")
@@ -155,7 +155,7 @@ def test_two_ranks_do_what_one_does(case, tmp_path):
         assert state["counters"][name] == expected["counters"][name]
     steps = [s["optimizer"]["state"][0]["step"] for s in (expected, state)]
     assert steps[0] == steps[1]
-    if case != "CartPole, climb":  # its simulation cannot tell its state
+    if case != "CartPole, adaptive":  # its simulation cannot tell its state
         seeds = [seeds_of(script, saved_games(state)) for state in (expected, state)]
         assert seeds[0] == seeds[1] == seeds_given(script, one.args)
     for row, expected_row in zip(rows(two), rows(one.run_dir), strict=True):
@@ -165,7 +165,7 @@ def test_two_ranks_do_what_one_does(case, tmp_path):
     assert np.array(state["recent"]) == pytest.approx(np.array(expected["recent"]), rel=1e-3)
     if script is ppo_multilevel:
         costs = [float(rows(run_dir)[-1]["sim_cost"]) for run_dir in (two, one.run_dir)]
-        assert costs[0] > 0 and (costs[0] == pytest.approx(costs[1]) or "climb" not in case)
+        assert costs[0] > 0 and (costs[0] == pytest.approx(costs[1]) or "adaptive" not in case)
     if case == "target KL":
         assert steps[0] < 3 * 2 * 8
 

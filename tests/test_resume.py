@@ -45,12 +45,12 @@ CASES = {
         "--env ResSim-v1 --eval-every 3 --schedule together --num-workers 2",
     ),
     "no map_from": (ppo_multilevel, "--env envs:make_line --schedule together"),
-    "climb": (ppo_multilevel, "--env ResSim-v1 --schedule climb --eval-every 2"),
+    "adaptive": (ppo_multilevel, "--env ResSim-v1 --schedule adaptive --eval-every 2"),
     "its own state": (ppo, "--env envs:Line-v0 --num-workers 2"),
     "wrappers": (ppo, "--env envs:Rescaled-v0"),
     "LunarLander": (ppo, "--env LunarLander-v3"),
 }
-SECONDS = {"wall_seconds", "sim_seconds", "sim_cost", "sps"}
+SECONDS = {"wall_seconds", "sim_seconds", "sim_cost", "total_cost", "sps"}
 
 
 @pytest.fixture(autouse=True)

@@ -262,13 +262,13 @@ def test_readme_simulation_trains(tmp_path, coupling):
     assert (run_dir / "checkpoint.pt").exists()
 
 
-def test_readme_simulation_climbs_without_more(tmp_path):
-    """A climb needs neither psi nor map_from, and begins with σ = 1."""
+def test_readme_simulation_needs_no_more(tmp_path):
+    """One level at a time needs neither psi nor map_from; σ is 1 at first."""
     code = readme_code("map_from").partition("    def map_from")[0].replace("psi", "observe")
     (path := tmp_path / "bare.py").write_text(code)
     run_dir = train(ppo_multilevel, tmp_path, "--env", f"{path}:Rod", "--levels", "1", "2")
     config = json.loads((run_dir / "config.json").read_text())
-    assert config["options"]["schedule"] == "climb" and config["options"]["init_log_std"] == 0
+    assert config["options"]["schedule"] == "adaptive" and config["options"]["init_log_std"] == 0
     assert ppo_multilevel.parse_args(["--levels", "1"]).init_log_std == -2.9
 
 
