@@ -85,9 +85,10 @@ def comparison(case):
     length = {"v1": 50_000, "v2": 100_000}.get(case, 200_000)
     runs[f"{case}-multigrid"] = f"multigrid {every}--total-cost {length}"
     for level in range(1, last + 1):
-        name, levels = f"{case}-only-{level}", sorted({level, last})
-        length = f"--levels {level} --eval-level {last} --num-iterations {ITERATIONS[level]}"
-        runs[name] = options(levels) + SAME + length
+        levels = sorted({level, last})
+        words = " ".join(map(str, levels))
+        length = f"--levels {words} --num-iterations {ITERATIONS[level]}"
+        runs[f"{case}-only-{level}"] = "single " + options(levels) + SAME + length
     runs[f"{case}-finest-fit"] = (
         options([last]) + SAME + f"--levels {last} --schedule adaptive --num-iterations 100"
     )
