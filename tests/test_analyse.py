@@ -204,7 +204,7 @@ def test_simulation_that_fails(monkeypatch, tmp_path, capsys, where, measured):
     monkeypatch.setattr(sys, "argv", [*words, "--log-dir", str(tmp_path)])
     assert ml.main() == 1
     *lines, first = capsys.readouterr().err.partition("\nTraceback")[0].splitlines()
-    assert "level 2" in first and ("rewards" if where == "nan_reward" else "broken") in first
+    assert "level 2" in first and ("NaN" if where == "nan_reward" else "broken") in first
     assert lines == ["reset(seed) varies: README, Randomness"] * measured  # they count episodes
 
 

@@ -493,7 +493,6 @@ def refused_levels(monkeypatch, capsys):
 LEVEL_ERRORS = [
     ("--env ResSim-v2 --levels 3 5 --num-steps 10 10", ("level must be 1..4, got 5",)),
     ("--env ResSim-v1 --levels 5 --num-steps 10 --eval-level 6", ("must be 1..5, got 6",)),
-    ("--env ResSim-v1 --levels 4 5 --num-steps 10 --schedule together", ("--num-steps",)),
     ("--env ResSim-v1 --levels 4 5 --num-steps 10 20 30", ("--num-steps",)),
     ("--env ResSim-v1 --levels 4 5 --num-steps 10 auto", ("--num-steps", "'auto'")),
     ("--env ResSim-v1 --levels 2 4 --eval-level 5", ("--eval-level", "last")),
@@ -537,6 +536,7 @@ DEFAULTS = [
     ("--env envs:make --levels 1 2 --num-iterations 7", "adaptive", [1, 2], [50] * 2, None, 7),
     ("--env envs:make --levels 1 2 --total-timesteps 9", "adaptive", [1, 2], [50] * 2, None, None),
     ("--schedule together --levels 1 2 3", "together", [1, 2, 3], [100, 10, 10], None, 200),
+    ("--schedule together --levels 1 2 --num-steps 9", "together", [1, 2], [9, 9], None, 200),
 ]
 
 

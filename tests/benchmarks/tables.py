@@ -20,7 +20,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "README.md", ROOT / "tests" / "benchmarks" / "README.md"
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
-ROWS = 2500  # of an iteration, in all runs on single levels and of climbs
+ROWS = 2500  # of an iteration, in all runs that play one level at a time
 GRIDS = {"v2": ("27×9", "57×19", "111×37", "219×73"), "rod": ("16", "32", "64", "128")}
 TITLES = {case: f"ResSim-{case}" for case in ("v1", "v2", "v3", "v4")} | {"rod": "heat in a rod"}
 
@@ -38,13 +38,16 @@ def markdown(header, rows):
 
 
 def spread(values, form):
-    """Return mean ± sd, or the number alone; a dash where not all seeds got there."""
+    """Return one or two values as they are, more as median (lowest to highest).
+
+    A dash stands where not all seeds got there.
+    """
     values = np.array(values, dtype=float)
     if np.isnan(values).any():
         return f"— ({np.isfinite(values).sum()} of {len(values)})"
-    return f"{values.mean():{form}}" + (
-        f" ± {values.std(ddof=1):{form}}" if len(values) > 1 else ""
-    )
+    if len(values) < 3:
+        return ", ".join(f"{value:{form}}" for value in values)
+    return f"{np.median(values):{form}} ({values.min():{form}} to {values.max():{form}})"
 
 
 def grouped(rows, column):
@@ -55,7 +58,11 @@ def grouped(rows, column):
     return groups
 
 
-# ------------------------------------------------------------------------------------ climb
+# ------------------------------------------------------------------------------------ adaptive
+EPOCHS = 5  # of an update that takes UPDATE_SECONDS for ROWS rows
+UPDATE_SECONDS = 0.1
+
+
 def grid(case, level):
     """Return what a level of a case is called."""
     names = GRIDS.get(case, ("8²", "16²", "32²", "64²", "128²"))
@@ -68,45 +75,70 @@ def digits(case):
 
 
 def methods(case):
-    """Return {run: label} of a case: the climb, finest level only, coarser ones, the others."""
+    """Return {run: label} of a case: the rule, finest level only, coarser ones, the others."""
     last = len(learn_ressim.COSTS[case])
-    labels = {"climb": "climb", f"only-{last}": f"{grid(case, last)} only (finest)"}
-    labels |= {f"only-{level}": f"{grid(case, level)} only" for level in range(1, last)}
+    labels = {"adaptive": "adaptive", f"only-{last}": f"{grid(case, last)} only (finest)"}
+    for level in range(1, last):
+        labels[f"only-{level}"] = f"{grid(case, level)} only"
     labels["finest-fit"] = f"{grid(case, last)} only, values fitted at first"
     labels["rate-a"] = f"{grid(case, 4)} only, 1e-5 and 20 epochs"
     labels["rate-b"] = f"{grid(case, 4)} only, 3e-5 and 10 epochs"
-    labels |= {"multigrid": "Dixit & ElSheikh's rule", "pairs": "climb on pairs of levels"}
-    labels |= {"together": "together", "published": "together, as published"}
+    labels["multigrid"] = "Dixit & ElSheikh's rule"
+    labels["together"] = "together"
+    labels["published"] = "together, as published"
     labels = {f"{case}-{name}": label for name, label in labels.items()}
-    return labels | ({"v1-1level": "128² only, the paper's numbers"} if case == "v1" else {})
+    if case == "v1":
+        labels["v1-1level"] = "128² only, the paper's numbers"
+    return labels
+
+
+def epochs(run):
+    """Return how many epochs an update of a run has."""
+    words = learn_ressim.RUNS[run].split()
+    if "--update-epochs" not in words:
+        return 10  # the default of --schedule together
+    last = len(words) - 1 - words[::-1].index("--update-epochs")
+    return int(words[last + 1])
 
 
 def load(case, run):
-    """Return {seed: (nominal simulation seconds, returns)} of a run at its evaluations."""
-    unit, seeds = learn_ressim.COSTS[case][-1] / 1e3, {}
+    """Return {seed: (seconds, simulation seconds, returns)} of a run at its evaluations.
+
+    Seconds are nominal: steps and updates times what they cost. An update costs what its rows and
+    epochs tell. Returns are the best so far.
+    """
+    step_seconds = learn_ressim.COSTS[case][-1] / 1e3
+    row_seconds = UPDATE_SECONDS / ROWS * epochs(run) / EPOCHS
+    seeds = {}
     for path in sorted((RESULTS / "ressim").glob(f"{run}__*.csv")):
         rows = [row for row in read(path) if row["eval_return"]]
-        name = "iteration" if run == "v1-1level" else "sim_cost"  # which was counted otherwise then
-        cost = np.array([float(row[name]) for row in rows]) * (ROWS if name == "iteration" else 1)
+        cost = np.array([float(row["sim_cost"]) for row in rows])
+        if run == "v1-1level":  # it was counted otherwise then
+            cost = np.array([ROWS * float(row["iteration"]) for row in rows])
+        simulation = step_seconds * cost
+        updates = row_seconds * np.array([float(row["global_step"]) for row in rows])
         returns = np.array([float(row["eval_return"]) for row in rows])
-        seeds[path.stem.partition("__")[2]] = unit * cost, returns
+        if "adaptive" not in run:  # whose result is the best by its checks
+            returns = np.maximum.accumulate(returns)
+        seeds[path.stem.partition("__")[2]] = simulation + updates, simulation, returns
     return seeds
 
 
 def recorded(case):
     """Return {run: seeds} of a case, as `load` gives them, of what is there."""
-    return {run: seeds for run in methods(case) if (seeds := load(case, run))}
+    runs = [run for run in methods(case) if list((RESULTS / "ressim").glob(f"{run}__*.csv"))]
+    return {run: load(case, run) for run in runs}
 
 
 def final(seeds):
-    """Return the last return of each seed: the mean of its last three evaluations."""
-    return [returns[-3:].mean() for _, returns in seeds.values()]
+    """Return the return of each seed at its end."""
+    return [returns[-1] for *_, returns in seeds.values()]
 
 
-def first(curve, target):
-    """Return the seconds to the first evaluation at `target` or above; NaN if there is none."""
-    reached = np.flatnonzero(curve[1] >= target)
-    return curve[0][reached[0]] if len(reached) else np.nan
+def first(times, returns, target):
+    """Return the time of the first return at `target` or above; NaN if there is none."""
+    reached = np.flatnonzero(returns >= target)
+    return times[reached[0]] if len(reached) else np.nan
 
 
 def reference(case):
@@ -114,91 +146,132 @@ def reference(case):
     return f"{case}-only-{len(learn_ressim.COSTS[case])}"
 
 
-def seconds_to(case, curves, run, share):
-    """Return, of each seed, the seconds to a share of what finest-only gains."""
+def seconds_to(case, curves, run, share, clock=0):
+    """Return, of each seed, the seconds to a share of what finest-only gains.
+
+    Clock 0 counts simulation and updates, clock 1 simulation alone.
+    """
     finest = curves[reference(case)]
-    start = np.mean([returns[0] for _, returns in finest.values()])
+    start = np.mean([returns[0] for *_, returns in finest.values()])
     target = start + share * (np.mean(final(finest)) - start)
-    return [first(curve, target) for curve in curves[run].values()]
+    return [first(seed[clock], seed[2], target) for seed in curves[run].values()]
 
 
-def shortfall(case, curves):
-    """Return how far the climb is behind the best single level at 20 budgets from one iteration on
-    the finest level to the end of finest-only, and the budgets."""
-    finest = reference(case)
-    end = max(seconds[-1] for seconds, _ in curves[finest].values())
-    budgets = np.geomspace(ROWS * learn_ressim.COSTS[case][-1] / 1e3, end, 20)
-
-    def at(seconds, returns):  # the last evaluation within each budget
-        return returns[np.searchsorted(seconds, budgets, side="right") - 1]
-
-    means = {
-        run: np.mean([at(*c) for c in seeds.values()], axis=0) for run, seeds in curves.items()
-    }
-    rivals = [means[run] for run in curves if "-only-" in run or run == "v1-1level"]
-    return np.max(rivals, axis=0) - means[f"{case}-climb"], budgets
+def mean_curve(seeds, times):
+    """Return the mean over seeds of what is reached at some times."""
+    reached = []
+    for seconds, _, returns in seeds.values():
+        reached.append(returns[np.searchsorted(seconds, times, side="right") - 1])
+    return np.mean(reached, axis=0)
 
 
-def climb():
-    """Every case in a line: the climb, and what it is compared with."""
-    header = ["simulation"]
-    for name in ("finest level only", "climb", "Dixit & ElSheikh's rule", "coarse level alone"):
-        header += [name, "s to 99 %"]
+def comparison(case, curves, run):
+    """Compare a run with the best single level of each budget, which is known only afterwards.
+
+    The budgets are 20 times, evenly spaced on a log scale, from one iteration on the finest level
+    to the end of the rule's runs. Returns the budgets (20,), the factors (20,): how much longer the
+    run takes to a budget's best result than the first single level that has it; infinite if it
+    never does; and the shortfalls (20,): how far it is below the best result at the budget.
+    """
+    end = np.mean([seconds[-1] for seconds, *_ in curves[f"{case}-adaptive"].values()])
+    iteration = ROWS * learn_ressim.COSTS[case][-1] / 1e3 + UPDATE_SECONDS
+    budgets = np.geomspace(iteration, end, 20)
+    times = np.geomspace(iteration / 10, end, 4000)
+    singles = [name for name in curves if "-only-" in name]
+    best = np.max([mean_curve(curves[name], times) for name in singles], axis=0)
+    own = mean_curve(curves[run], times)
+
+    factors = []
+    shortfalls = []
+    for budget in budgets:
+        result = best[times <= budget * (1 + 1e-9)].max()
+        seconds = first(times, own, result)
+        ratio = seconds / first(times, best, result)
+        factors.append(np.inf if np.isnan(ratio) else ratio)
+        shortfalls.append(result - own[times <= budget * (1 + 1e-9)][-1])
+    return budgets, np.array(factors), np.array(shortfalls)
+
+
+def factor(value):
+    """Return a factor in time as text."""
+    return f"{value:.2f}" if np.isfinite(value) else "not reached"
+
+
+def adaptive():
+    """The rule beside the best single level of each budget, a line for each simulation."""
+    header = ["simulation", "median factor in time", "worst factor", "at s", "behind at most"]
+    header += ["at s", "ahead or level", "end: adaptive", "best coarse level", "finest level"]
     rows = []
     for case, title in TITLES.items():
-        curves, cells = recorded(case), [title]
-        names = (reference(case), f"{case}-climb", f"{case}-multigrid", soonest(case, curves))
-        for run in names:
-            label = f"{grid(case, int(run[-1]))}: " if run == names[-1] else ""
-            cells.append(label + spread(final(curves[run]), digits(case)))
-            cells.append(spread(seconds_to(case, curves, run, 0.99), ",.0f"))
-        rows.append([*cells, ", ".join(str(len(curves[run])) for run in names)])
-    return markdown([*header, "seeds of each"], rows)
+        curves = recorded(case)
+        budgets, factors, shortfalls = comparison(case, curves, f"{case}-adaptive")
+        late = budgets >= budgets[-1] / 10
+        worst = np.flatnonzero(late)[factors[late].argmax()]
+        most = np.flatnonzero(late)[shortfalls[late].argmax()]
+        cells = [title, factor(np.median(factors)), factor(factors[worst])]
+        cells += [f"{budgets[worst]:.3g}", f"{shortfalls[most]:{digits(case)}}"]
+        cells += [f"{budgets[most]:.3g}", f"{(shortfalls <= 0).sum()} of 20"]
+        cells.append(spread(final(curves[f"{case}-adaptive"]), digits(case)))
+        for run in (best_coarse(case, curves), reference(case)):
+            seconds = np.mean([seed[0][-1] for seed in curves[run].values()])
+            ends = spread(final(curves[run]), digits(case))
+            cells.append(f"{grid(case, int(run[-1]))}, {seconds:,.0f} s: {ends}")
+        rows.append(cells)
+    return markdown(header, rows)
+
+
+def best_coarse(case, curves):
+    """Return the coarse level alone that ends highest."""
+    runs = [run for run in curves if "-only-" in run and run != reference(case)]
+    return max(runs, key=lambda run: np.mean(final(curves[run])))
+
+
+def behind():
+    """The same comparison for the other ways of choosing levels."""
+    header = ["simulation", "rule", "median factor in time", "worst factor", "behind at most"]
+    rows = []
+    for case, title in TITLES.items():
+        curves = recorded(case)
+        for name in ("adaptive", "multigrid", "together", reference(case)):
+            run = name if name in curves else f"{case}-{name}"
+            budgets, factors, shortfalls = comparison(case, curves, run)
+            late = budgets >= budgets[-1] / 10
+            cells = [title, methods(case)[run], factor(np.median(factors))]
+            cells.append(factor(factors[late].max()))
+            cells.append(f"{shortfalls[late].max():{digits(case)}}")
+            rows.append(cells)
+    return markdown(header, rows)
 
 
 def unseen():
-    """The climb on the seeds that its rule was chosen on, and on those that came after."""
-    header, rows = ["simulation"], []
-    for seeds in ("1 to 3", "4 to 6"):
+    """The rule on the seeds that its open choices were made on, and on those that came after."""
+    header = ["simulation"]
+    for seeds in ("1 and 2", "3 to 6"):
         header += [f"seeds {seeds}", "s to 99 %"]
+    rows = []
     for case, title in TITLES.items():
-        curves, run, cells = recorded(case), f"{case}-climb", [title]
-        returns, seconds = final(curves[run]), seconds_to(case, curves, run, 0.99)
-        for part in (slice(3), slice(3, 6)):
+        curves = recorded(case)
+        run = f"{case}-adaptive"
+        returns = final(curves[run])
+        seconds = seconds_to(case, curves, run, 0.99)
+        cells = [title]
+        for part in (slice(2), slice(2, 6)):
             cells += [spread(returns[part], digits(case)), spread(seconds[part], ",.0f")]
         rows.append(cells)
     return markdown(header, rows)
 
 
-def soonest(case, curves):
-    """Return the coarse level alone whose seeds all get to 99 % first; if none, the best one."""
-    runs = [run for run in curves if "-only-" in run and run != reference(case)]
-    seconds = [np.mean(seconds_to(case, curves, run, 0.99)) for run in runs]
-    if np.isfinite(seconds).any():
-        return runs[np.nanargmin(seconds)]
-    return max(runs, key=lambda run: np.mean(final(curves[run])))
-
-
-def behind():
-    """How far the climb is behind the best single level at a budget, at most, of every case."""
-    rows = []
-    for case, title in TITLES.items():
-        short, budgets = shortfall(case, recorded(case))
-        worst = f"{short.max():{digits(case)}}", f"{budgets[short.argmax()]:,.3g}"
-        worst = worst if short.max() > 0 else ("—", "—")
-        rows.append([title, *worst, f"{(short <= 0).sum()} of 20"])
-    return markdown(["simulation", "most behind", "at s", "ahead at"], rows)
-
-
-def climb_case(case):
+def case(case):
     """All ways of training on a case."""
-    curves, form = recorded(case), digits(case)
-    header = ["training", "run", "last return", "s to 95 %", "s to 99 %", "s in all", "seeds"]
+    curves = recorded(case)
+    header = ["training", "run", "return at the end", "s to 95 %", "s to 99 %"]
+    header += ["simulation alone: s to 99 %", "s in all", "seeds"]
     rows = []
     for run, seeds in curves.items():
-        cells = [methods(case)[run], f"`{run}`", spread(final(seeds), form)]
-        cells += [spread(seconds_to(case, curves, run, share), ",.0f") for share in (0.95, 0.99)]
-        cells.append(f"{max(seconds[-1] for seconds, _ in seeds.values()):,.0f}")
+        cells = [methods(case)[run], f"`{run}`", spread(final(seeds), digits(case))]
+        for share, clock in ((0.95, 0), (0.99, 0), (0.99, 1)):
+            cells.append(spread(seconds_to(case, curves, run, share, clock), ",.0f"))
+        cells.append(f"{max(seconds[-1] for seconds, *_ in seeds.values()):,.0f}")
         rows.append([*cells, ", ".join(seeds)])
     return markdown(header, rows)
 
@@ -260,7 +333,7 @@ def paper(case):
         for share, column in ((0.95, "sim_seconds"), (0.99, "sim_seconds"), (0.99, "cost")):
             target = start + share * (end - start)
             curves = [(seed[column], seed["eval_return"]) for seed in seeds]
-            cells.append(spread([first(curve, target) for curve in curves], ",.0f"))
+            cells.append(spread([first(*curve, target) for curve in curves], ",.0f"))
         cells.append("/".join(f"{seed['iteration'][-1]:.0f}" for seed in seeds))
         rows.append(cells)
     return markdown(header, rows)
