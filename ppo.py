@@ -1888,9 +1888,12 @@ def evaluate(model, pool, generator=None, run=None):
         if arrays["finished"].all():
             break
 
-    finished = arrays["finished"]
-    returns = np.where(finished, arrays["first_return"], arrays["episode_return"])
-    return returns, int((~finished).sum())
+    return first_returns(arrays), int((~arrays["finished"]).sum())
+
+
+def first_returns(arrays):
+    """Return the returns of the games' first episodes since their start, so far if cut off."""
+    return np.where(arrays["finished"], arrays["first_return"], arrays["episode_return"])
 
 
 def evaluate_run(args):

@@ -663,9 +663,9 @@ def test_rollouts_that_are_not_whole_episodes(steps, biased, monkeypatch, tmp_pa
     times of an episode; if not, so that the sum does not telescope, it is told once."""
     review, means = ml.Together.review, []
 
-    def spy(rule, run, own, partners):
+    def spy(rule, run, own, partners, episodes):
         means.extend(float(batch["returns"].mean()) for batch in (own[0], partners[0]))
-        return review(rule, run, own, partners)
+        return review(rule, run, own, partners, episodes)
 
     monkeypatch.setattr(ml.Together, "review", spy)
     options = ["--env", install(monkeypatch, Clock), "--levels", "1", "2", "--gamma", "0"]

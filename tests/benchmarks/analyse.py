@@ -1,4 +1,4 @@
-"""Which levels pay, by --analyse: results/analysis/<simulation>-<coupling>.csv, a minute each.
+"""What levels are worth, by --analyse: results/analysis/<simulation>.csv, a minute each.
 
     python tests/benchmarks/analyse.py
 
@@ -18,15 +18,13 @@ import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "analysis"
-CASES = [("v1", "noise"), ("v3", "noise"), ("v3", "step"), ("v4", "noise"), ("rod", "noise")]
 
 
-def analyse(case, coupling):
+def analyse(case):
     """Return the rows of an analysis, and its command."""
     levels = range(1, len(learn_ressim.COSTS[case]) + 1)
     options = learn_ressim.simulation(case, levels).split()
-    options += ["--coupling", coupling, "--analyse", "--num-workers", "0"]
-    options += ["--levels", *map(str, levels)] if case == "rod" else []
+    options += ["--analyse", "--num-workers", "0", "--levels", *map(str, levels)]
     with tempfile.TemporaryDirectory() as folder:
         call = [sys.executable, "ppo_multilevel.py", *options, "--log-dir", folder]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -39,10 +37,10 @@ def analyse(case, coupling):
 def main():
     """Analyse all cases, write the files."""
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
-    for case, coupling in CASES:
-        rows, command = analyse(case, coupling)
+    for case in learn_ressim.COSTS:
+        rows, command = analyse(case)
         origin = pairs.origin() | {"command": command}
-        with (RESULTS / f"{case}-{coupling}.csv").open("w", newline="") as file:
+        with (RESULTS / f"{case}.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, [*rows[0], *origin])
             writer.writeheader()
             writer.writerows(row | origin for row in rows)

@@ -32,34 +32,39 @@ ATARI = {  # title: {run: its label}
 }
 
 
-def climb():
-    """The climb and the single levels, a panel per case, returns against simulation seconds."""
+BELOW = ["finest level alone", "one coarser", "two coarser", "three coarser", "four coarser"]
+
+
+def adaptive():
+    """The rule and the single levels, a panel per case: returns against seconds."""
     figure, axes = plt.subplots(2, 3, figsize=(13, 7.5))
-    names = "finest level alone,one coarser,two coarser,three coarser,four coarser".split(",")
     for case, ax in zip(TITLES, axes.flat):
-        curves, labels = tables.recorded(case), tables.methods(case)
-        shown = [run for run in curves if "-only-" in run or run == "v1-1level"]
+        curves = tables.recorded(case)
         last = len(learn_ressim.COSTS[case])
-        for run in [f"{case}-climb", *sorted(shown, reverse=True)]:
-            below = last - int(run[-1]) if "-only-" in run else 0  # 0: the finest level
+        for below in reversed(range(last)):
             style = {"color": f"C{below}", "lw": 1.2, "ls": "-" if below else "--"}
-            style |= {"color": "gray"} if run == "v1-1level" else {}
-            name = {"v1-1level": "finest, the paper's numbers"}.get(run, names[below])
-            if "climb" in run:
-                name, style = "climb", {"color": "k", "lw": 2, "zorder": 9}
-            for n, (seconds, returns) in enumerate(curves[run].values()):
-                ax.plot(seconds[1:], returns[1:], label=None if n else name, **style)
-        bottom = np.mean([returns[0] for _, returns in curves[f"{case}-climb"].values()])
-        grids = [labels[f"{case}-only-{level}"].split()[0] for level in (1, last)]
-        title = f"{TITLES[case]}: {' to '.join(grids)} cells"
-        ax.set(xscale="log", title=title, xlabel="simulation seconds (nominal)")
-        ax.set_ylim(bottom - 0.2 * abs(ax.get_ylim()[1] - bottom) if case != "rod" else -20)
+            draw_seeds(ax, curves[f"{case}-only-{last - below}"], BELOW[below], style)
+        style = {"color": "k", "lw": 2, "zorder": 9}
+        draw_seeds(ax, curves[f"{case}-adaptive"], "adaptive", style)
+
+        grids = f"{tables.grid(case, 1)} to {tables.grid(case, last)}"
+        ax.set(xscale="log", title=f"{TITLES[case]}: {grids} cells")
+        ax.set_xlabel("seconds of simulation and updates (nominal)")
+        first = np.mean([returns[0] for *_, returns in curves[f"{case}-adaptive"].values()])
+        ax.set_ylim(-20 if case == "rod" else first - 0.2 * abs(ax.get_ylim()[1] - first))
         ax.grid(alpha=0.3)
     for ax in axes[:, 0]:
         ax.set_ylabel("return on the finest grid")
     axes.flat[-1].axis("off")
     axes.flat[-1].legend(*axes.flat[0].get_legend_handles_labels(), loc="center", fontsize=12)
     return figure
+
+
+def draw_seeds(ax, seeds, label, style):
+    """Draw a line for each seed, the first with a label."""
+    for seconds, _, returns in seeds.values():
+        ax.plot(seconds[1:], returns[1:], label=label, **style)
+        label = None
 
 
 def ressim():
@@ -148,7 +153,7 @@ def pictures():
 
 
 def reservoir():
-    """The first evaluation field on three grids after an episode with the policy of a climb."""
+    """The first evaluation field on three grids after an episode with a policy that ResSim-v1's defaults have learned."""
     import ppo_multilevel as ml
 
     if not (ROOT / "runs/reservoir").exists():
@@ -178,7 +183,7 @@ def reservoir():
 
 def main():
     """Write results/<name>.png."""
-    usual, parser = ("climb", "ressim", "ppo", "atari", "pictures"), argparse.ArgumentParser()
+    usual, parser = ("adaptive", "ressim", "ppo", "atari", "pictures"), argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", help=f"{', '.join(usual)} (the default); reservoir")
     for name in parser.parse_args().names or usual:
         figure = globals()[name]()

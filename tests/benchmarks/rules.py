@@ -1,4 +1,4 @@
-"""Other rules than the script's own, for comparison. What follows their name is ppo_multilevel.py's.
+"""Other rules than the script's own, for comparison. After their name come its own options.
 
 python tests/benchmarks/rules.py multigrid --env ResSim-v4
 python tests/benchmarks/rules.py single --env ResSim-v4 --levels 3 4

@@ -105,8 +105,10 @@ def load(case, run):
     """Return {seed: (seconds, simulation seconds, returns)} of a run at its evaluations.
 
     Seconds are nominal: steps and updates times what they cost. An update costs what its rows and
-    epochs tell. Returns are the best so far.
+    epochs tell. Returns are those of the best parameters so far: by checks where a run made them,
+    else by the evaluations themselves, which favours it.
     """
+    commands = json.loads((RESULTS / "ressim" / "runs.json").read_text())
     step_seconds = learn_ressim.COSTS[case][-1] / 1e3
     row_seconds = UPDATE_SECONDS / ROWS * epochs(run) / EPOCHS
     seeds = {}
@@ -118,7 +120,8 @@ def load(case, run):
         simulation = step_seconds * cost
         updates = row_seconds * np.array([float(row["global_step"]) for row in rows])
         returns = np.array([float(row["eval_return"]) for row in rows])
-        if "adaptive" not in run:  # whose result is the best by its checks
+        by_checks = "adaptive" in run or "rules.py single" in commands[path.stem]["command"]
+        if not by_checks:
             returns = np.maximum.accumulate(returns)
         seeds[path.stem.partition("__")[2]] = simulation + updates, simulation, returns
     return seeds
@@ -161,7 +164,8 @@ def mean_curve(seeds, times):
     """Return the mean over seeds of what is reached at some times."""
     reached = []
     for seconds, _, returns in seeds.values():
-        reached.append(returns[np.searchsorted(seconds, times, side="right") - 1])
+        latest = np.searchsorted(seconds, times, side="right") - 1
+        reached.append(returns[np.maximum(latest, 0)])
     return np.mean(reached, axis=0)
 
 
