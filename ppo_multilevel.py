@@ -814,7 +814,9 @@ class Adaptive:
         check_is_due = run.seconds() >= self.check_due
         if window_is_over or check_is_due or run.share_done() >= 1:
             row["check_return"] = self.check(run)
-        if window_is_over:
+        if run.share_done() >= 1:
+            self.tell_end(run)
+        elif window_is_over:
             self.judge(run)
             self.choose_level(run)
         return row
@@ -910,6 +912,18 @@ class Adaptive:
         line = f"training on level {name}: {self.seconds(level):.2g} s an iteration, "
         line += f"correlation with the finest {rho}, trust {self.trust[level]:.2g}; "
         line += f"best check {self.returns.mean():.4f}"
+        print(line, flush=True)
+
+    def tell_end(self, run):
+        """Print whether a longer run may gain more."""
+        if RANK > 0 or self.args.quiet:
+            return
+        share = self.best_seconds / run.seconds()
+        line = f"the best check, {self.returns.mean():.4f}, came after {share:.0%} of the time; "
+        if share > 0.9:
+            line += "a longer run may gain more"
+        else:
+            line += "checks have not gained since"
         print(line, flush=True)
 
     def seconds(self, level):
@@ -2869,7 +2883,7 @@ def print_table(rows):
     for row in rows:
         table.append([cell(row, name) for name in names])
     for line in table:
-        print("".join(text.rjust(18) for text in line))
+        print("".join(text.rjust(22) for text in line))
 
 
 def cell(row, name):
@@ -2878,7 +2892,7 @@ def cell(row, name):
         return row[name]
     if f"{name}_error" not in row:
         return f"{row[name]:.3g}"
-    error = float(f"{row[f'{name}_error']:.1g}")
+    error = round(float(f"{row[f'{name}_error']:.1g}"), 9)  # not what rounding leaves of 0
     return f"{row[name]:.4g} ± {error:g}"
 
 

@@ -186,6 +186,23 @@ def test_line_for_a_change_of_level(adaptive):
     ]
 
 
+@pytest.mark.parametrize(
+    "last, told",
+    [
+        (2.5, "best check, 2.5000, came after 100% of the time; a longer run may gain more"),
+        (0.5, "best check, 1.5000, came after 62% of the time; checks have not gained since"),
+    ],
+)
+def test_line_at_the_end(adaptive, last, told):
+    """It tells whether a longer run may gain more."""
+    rule, run = adaptive()
+    window(rule, run, 1.5)  # the best check ends at 32 + 160 + 32 s
+    run.time, run.checks = 310.0, [(last, 0.0)]
+    run.share_done = lambda: 1.0
+    iterate(rule, run)  # it ends at 310 + 20 + 32 s
+    assert run.said[-1] == f"the {told}"
+
+
 @pytest.mark.parametrize("quiet, rank", [(True, 0), (False, 1)])
 def test_quiet_rule_says_nothing(adaptive, monkeypatch, quiet, rank):
     """Nor does a rank that is not the first."""

@@ -279,25 +279,22 @@ def test_tables_are_the_records(page, monkeypatch):
     assert tables.filled(text) == text, "python tests/benchmarks/tables.py"
 
 
-COMMON = "v1-only-5/v1-climb v2-only-4/v2-climb v4-only-4/v4-climb v4-rate-b/v4-climb "
-SHARES = {  # of what a run needs to 99 %, what another one needs; by page
-    "README.md": COMMON + "v1-only-5/v1-only-2 v2-only-4/v2-only-1 v4-only-4/v4-only-3",
-    "tests/benchmarks/README.md": COMMON + "v1-1level/v1-climb",
-}
-
-
-@pytest.mark.parametrize("page, runs", SHARES.items())
-def test_readme_shares(page, runs, monkeypatch):
-    """The shares of a simulation to 99 % that a page's prose gives are the records'."""
+def test_comparison_with_the_best_single_level(monkeypatch):
+    """By hand: the cheap level is there after 10 s, the rule after 20 s, the finest after 100 s."""
     monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
-    tables, text = importlib.import_module("tables"), (ROOT / page).read_text()
-    for pair in runs.split():
-        case, curves = pair[:2], tables.recorded(pair[:2])
-        whole, part = (
-            np.nanmean(tables.seconds_to(case, curves, run, 0.99)) for run in pair.split("/")
-        )
-        share = f"1/{whole / part:.0f}" if part < 0.7 * whole else f"{10 * part / whole:.0f}/10"
-        assert re.search(rf"{share}\b", text), (pair, share)
+    tables = importlib.import_module("tables")
+
+    def seeds(seconds, end):
+        return {"1": (np.array([0.0, seconds, end]), None, np.array([0.0, 1.0, 1.0]))}
+
+    curves = {"rod-only-1": seeds(10, 30), "rod-only-4": seeds(100, 200)}
+    curves |= {"rod-adaptive": seeds(20, 50), "rod-multigrid": seeds(70, 99)}
+    budgets, factors, shortfalls = tables.comparison("rod", curves, "rod-adaptive")
+    assert budgets[0] == pytest.approx(2500 * 0.13e-3 + 0.1) and budgets[-1] == pytest.approx(50)
+    late = budgets >= 10.1
+    assert factors[~late] == pytest.approx(1) and factors[late] == pytest.approx(2, rel=0.01)
+    assert (shortfalls == ((budgets >= 10.1) & (budgets < 20))).all()
+    assert np.isinf(tables.comparison("rod", curves, "rod-multigrid")[1][late]).all()
 
 
 def test_commands_of_results(monkeypatch):

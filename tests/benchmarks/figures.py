@@ -153,7 +153,7 @@ def pictures():
 
 
 def reservoir():
-    """The first evaluation field on three grids after an episode with a policy that ResSim-v1's defaults have learned."""
+    """The first evaluation field on three grids after an episode with a learned policy."""
     import ppo_multilevel as ml
 
     if not (ROOT / "runs/reservoir").exists():

@@ -29,8 +29,8 @@ JOBS = {
     "ranks": ("workers and ranks", "10 minutes", "scale_ranks.py"),
     "learn-ppo": ("learning runs of ppo.py", "1 hour", "learn_ppo.py --jobs 2"),
     "learn-atari": ("learning runs of ppo_atari.py", "13 hours", "learn_atari.py"),
-    "learn-climb": (
-        "the climb and what it is compared with",
+    "learn-levels": (
+        "the adaptive rule and what it is compared with",
         "15 hours",
         "learn_ressim.py --jobs 2",
     ),
