@@ -1,6 +1,6 @@
 """Multilevel PPO: policy optimisation for expensive simulations that exist on several levels.
 
-    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, 2 to 6 minutes
+    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, 2 minutes
     python ppo_multilevel.py --env ResSim-v1 --levels 5    # finest grid only: PPO
     python ppo_multilevel.py --env ResSim-v1 --schedule together          # the paper's schedule
     python ppo_multilevel.py --env my_simulation.py:Rod --levels 1 2 3   # yours, see README
@@ -2232,7 +2232,7 @@ class Run(AbstractContextManager):
         for option, counter in LENGTHS.items():
             length = getattr(self.args, option)
             if length:
-                return self.counters[counter] / length
+                return min(1.0, self.counters[counter] / length)
         raise ValueError("a run needs a length")
 
     def open(self):
