@@ -756,13 +756,13 @@ class Adaptive:
     parameters by the checks are the run's result.
     """
 
-    WINDOW_ITERATIONS = 8  # a window has at least so many iterations,
-    WINDOW_CHECKS = 5  # takes at least as long as so many checks,
-    WINDOW_SHARE = 0.15  # and at least this share of the time so far
+    WINDOW_ITERATIONS = 8  # a window has at least so many iterations
+    WINDOW_CHECKS = 5  # it takes at least as long as so many checks
+    WINDOW_SHARE = 0.15  # it takes at least this share of the time so far
     CHECK_AFTER = 6  # a check is due after training as long as so many checks, or at a window's end
     ERRORS = 1.0  # a gain is more than so many standard errors of the difference of checks
     MEASURE_SHARE = 0.05  # measurements of ρ may take this share of the time
-    LEAST_RHO = 0.03  # what a smaller ρ counts, or one below 0
+    LEAST_RHO = 0.03  # a smaller ρ, or one below 0, counts as this
     HIGH_RHO = 0.9  # from here on what is good on a level is good on the finest one
 
     SAVED = ["level", "trust", "rho", "measured", "measurements", "refit", "best", "adam"]
@@ -885,7 +885,7 @@ class Adaptive:
         best = None
         for level, (trust, rho) in enumerate(zip(self.trust, self.rho)):
             worth = trust * rho**2 / self.seconds(level)
-            if best is None or worth >= best:  # of equals the finest
+            if best is None or worth >= best:  # the finest of equals wins
                 best = worth
                 chosen = level
         if chosen != self.level:
@@ -946,8 +946,9 @@ class Adaptive:
     def measure(self, run):
         """Measure ρ of all levels. If that cannot be done, say so, and go by the trust alone."""
         self.measurements += 1
-        returns, starts, problem = play_alike(run.model, run.pool, self.args, self.measurements)
-        run.charge(run.pool, side_by_side=True)
+        returns, starts, problem = play_alike(
+            run.model, run.pool, self.args, self.measurements, run
+        )
         run.pool.call("start", None, game_seeds(self.args, MEASURE_SEED, self.measurements))
         self.measured = run.seconds()
         rho = correlations(returns, starts)
@@ -955,7 +956,10 @@ class Adaptive:
             report(f"{problem}: levels are chosen by costs and gains alone")
             self.measured = None
             self.rho = [1.0 for _ in self.rho]
-        elif rho[-1] > 0:  # else nothing that the policy does changes the finest level's returns
+            return
+        # Where nothing that the policy does changes the finest level's returns, ρ tells nothing.
+        returns_vary = rho[-1] > 0
+        if returns_vary:
             self.rho = rho.clip(self.LEAST_RHO, 1).tolist()
 
     def state(self):
@@ -979,12 +983,12 @@ def num_rounds(args):
     return max(1, round(EPISODES / args.num_envs))
 
 
-def play_alike(model, pool, args, number):
+def play_alike(model, pool, args, number, run=None):
     """Play episodes on all levels from the same starts and with the same noise of the actions.
 
     Returns the returns (L, E), the number of each episode's start (E,), and None, or a line on why
-    the levels do not start alike. Each `number` has its own starts and noise. The games of the pool
-    are left where they are: start them anew.
+    the levels do not start alike. Each `number` has its own starts and noise. A `run` is charged.
+    The games of the pool are left where they are: start them anew.
     """
     rounds = num_rounds(args)
     starts = np.arange(rounds * args.num_envs) // REPEATS  # (E,)
@@ -1002,6 +1006,8 @@ def play_alike(model, pool, args, number):
         shown.append(first_obs)
         returns.append(round_returns)
         cut += int(unfinished.sum())
+        if run is not None:
+            run.charge(pool, side_by_side=True)
     if cut:
         report(f"{cut} episodes cut off at {EVAL_STEPS:,} steps: do they ever end?")
     returns = np.concatenate(returns, axis=1)
@@ -1749,8 +1755,10 @@ class Games:
         """Return the levels as text, with the name that the simulation gives them, if it does."""
         names = []
         for (game, *_), level in zip(self.own, self.levels):
-            name = getattr(game.env.unwrapped, "level_name", None)
-            names.append(f"{level} ({name})" if name else str(level))
+            name = str(level)
+            if hasattr(game.env.unwrapped, "level_name"):
+                name += f" ({game.env.unwrapped.level_name})"
+            names.append(name)
         return names
 
     def play(self, num_steps, **how):
@@ -3804,7 +3812,8 @@ def parse_args(argv=None):
     check_levels(parser, args)
     if args.schedule == "climb" and args.resume:
         parser.error("argument --resume: its schedule climb is gone, see adaptive; --eval works")
-    if args.analyse is not None or args.schedule == "climb":  # of an old run that is evaluated
+    # An old run with the schedule climb is evaluated like one of the schedule adaptive.
+    if args.analyse is not None or args.schedule == "climb":
         args.schedule = "adaptive"
     if args.analyse is not None:
         args.eval_level = None
@@ -3917,8 +3926,12 @@ def set_length(parser, args):
         return
     if args.schedule == "together":
         args.num_iterations = 200
-    elif args.env in DEFAULTS and args.levels[-1] == DEFAULTS[args.env][0][-1]:
-        args.total_cost = DEFAULTS[args.env][1]  # else see `default_cost`
+        return
+    # Other simulations are as long as `default_cost` says, once their costs are known.
+    if args.env in DEFAULTS:
+        levels, total_cost, *_ = DEFAULTS[args.env]
+        if args.levels[-1] == levels[-1]:
+            args.total_cost = total_cost
 
 
 def default_cost(args):

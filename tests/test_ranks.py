@@ -45,12 +45,12 @@ CASES = {
 }
 CASES["ResSim, adaptive"] = (
     ppo_multilevel,
-    "--schedule adaptive --level-costs 1 4 1 --check-episodes 4 --num-iterations 24",
+    "--schedule adaptive --level-costs 1e-3 4e-3 10 --check-episodes 4 --num-iterations 24",
 )
 CASES["CartPole, adaptive"] = (  # whose episodes differ in length
     ppo_multilevel,
-    "--schedule adaptive --env envs:make_cartpole --num-steps 8 --level-costs 1 4 1 --norm-value "
-    "--check-episodes 4 --num-iterations 24",
+    "--schedule adaptive --env envs:make_cartpole --num-steps 8 --level-costs 1e-3 4e-3 20 "
+    "--norm-value --check-episodes 4 --num-iterations 24",
 )
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the ranks are forked")
 
@@ -124,9 +124,9 @@ def seeds_of(script, ranks):
     return [pickle.loads(state)["seed"] for state in states]
 
 
-def seeds_given(script, args):
+def seeds_given(script, args, *starts):
     """Return the seeds that all ranks' games should have, or the actors' members."""
-    seeds = script.game_seeds(args, 0)
+    seeds = script.game_seeds(args, *starts)
     if script is not ppo_multilevel:
         return seeds.tolist()
     own, partners = seeds
@@ -157,7 +157,10 @@ def test_two_ranks_do_what_one_does(case, tmp_path):
     assert steps[0] == steps[1]
     if case != "CartPole, adaptive":  # its simulation cannot tell its state
         seeds = [seeds_of(script, saved_games(state)) for state in (expected, state)]
-        assert seeds[0] == seeds[1] == seeds_given(script, one.args)
+        starts = (0,)
+        if "adaptive" in case:  # games start anew after each measurement
+            starts = (ppo_multilevel.MEASURE_SEED, state["rule"]["measurements"])
+        assert seeds[0] == seeds[1] == seeds_given(script, one.args, *starts)
     for row, expected_row in zip(rows(two), rows(one.run_dir), strict=True):
         for name in ("iteration", "eval_return", "episodic_return", "entropy", "value_loss"):
             value, expected_value = row[name] or "0", expected_row[name] or "0"
@@ -166,6 +169,9 @@ def test_two_ranks_do_what_one_does(case, tmp_path):
     if script is ppo_multilevel:
         costs = [float(rows(run_dir)[-1]["sim_cost"]) for run_dir in (two, one.run_dir)]
         assert costs[0] > 0 and (costs[0] == pytest.approx(costs[1]) or "adaptive" not in case)
+    if "adaptive" in case:  # updates take so long that ρ is measured soon
+        assert state["rule"]["measurements"] == expected["rule"]["measurements"] > 0
+        assert state["rule"]["rho"] == pytest.approx(expected["rule"]["rho"], abs=1e-3)
     if case == "target KL":
         assert steps[0] < 3 * 2 * 8
 

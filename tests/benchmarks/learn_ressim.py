@@ -150,6 +150,13 @@ def run(name, seed):
     subprocess.run(call, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
 
 
+def has_ended(options, row):
+    """Return whether a run with these options has ended with this row."""
+    if options["num_iterations"]:
+        return int(row["iteration"]) >= options["num_iterations"]
+    return float(row["total_cost"]) >= options["total_cost"]
+
+
 def collect(stopped=()):
     """Copy what finished runs, and those `stopped`, have logged at evaluations to RESULTS."""
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -160,9 +167,7 @@ def collect(stopped=()):
         options = config["options"]
         with (run_dir / "progress.csv").open() as file:
             rows = list(csv.DictReader(file))
-        length, done = options["num_iterations"], int(rows[-1]["iteration"])
-        ended = done >= length if length else float(rows[-1]["total_cost"]) >= options["total_cost"]
-        if not ended and run_dir.name not in stopped:
+        if not rows or not (has_ended(options, rows[-1]) or run_dir.name in stopped):
             continue
         rows = [row for row in rows if row["eval_return"] or row["check_return"]]
         with (RESULTS / f"{run_dir.name}.csv").open("w", newline="") as file:

@@ -213,8 +213,12 @@ def adaptive():
         worst = np.flatnonzero(late)[factors[late].argmax()]
         most = np.flatnonzero(late)[shortfalls[late].argmax()]
         cells = [title, factor(np.median(factors)), factor(factors[worst])]
-        cells += [f"{budgets[worst]:.3g}", f"{shortfalls[most]:{digits(case)}}"]
-        cells += [f"{budgets[most]:.3g}", f"{(shortfalls <= 0).sum()} of 20"]
+        cells.append(f"{budgets[worst]:.3g}")
+        if shortfalls[most] > 0:
+            cells += [f"{shortfalls[most]:{digits(case)}}", f"{budgets[most]:.3g}"]
+        else:
+            cells += ["never", "—"]
+        cells.append(f"{(shortfalls <= 0).sum()} of 20")
         cells.append(spread(final(curves[f"{case}-adaptive"]), digits(case)))
         for run in (best_coarse(case, curves), reference(case)):
             seconds = np.mean([seed[0][-1] for seed in curves[run].values()])
