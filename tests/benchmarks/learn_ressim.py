@@ -88,6 +88,8 @@ def comparison(case):
         levels = sorted({level, last})
         words = " ".join(map(str, levels))
         length = f"--levels {words} --num-iterations {ITERATIONS[level]}"
+        if level == last:  # the default of one level is together, which makes no checks
+            length += " --schedule adaptive"
         runs[f"{case}-only-{level}"] = "single " + options(levels) + SAME + length
     runs[f"{case}-finest-fit"] = (
         options([last]) + SAME + f"--levels {last} --schedule adaptive --num-iterations 100"
