@@ -908,7 +908,8 @@ class Adaptive:
         if RANK > 0 or self.args.quiet:
             return
         name = run.pool.call("level_names")[0][level]
-        rho = f"{self.rho[level]:.2f}" if self.measurements else "not measured"
+        is_known = self.measurements > 0 and self.measured is not None
+        rho = f"{self.rho[level]:.2f}" if is_known else "not measured"
         line = f"training on level {name}: {self.seconds(level):.2g} s an iteration, "
         line += f"correlation with the finest {rho}, trust {self.trust[level]:.2g}; "
         line += f"best check {self.returns.mean():.4f}"
@@ -3703,7 +3704,7 @@ LENGTHS = {
 MAY_CHANGE = ["device", "num_workers", "total_timesteps", "num_iterations"]
 MAY_CHANGE += ["eval_every", "eval_episodes", "save_every", "total_cost"]
 # These may be other ones, too, when it is analysed.
-MAY_ANALYSE = ["num_envs", "num_steps", "levels", "level_costs", "coupling", "seed"]
+MAY_ANALYSE = ["num_envs", "num_steps", "levels", "level_costs", "seed"]
 # These options are not kept in config.json.
 NOT_KEPT = ["resume", "eval", "sample", "video", "export_onnx", "quiet", "analyse"]
 FLAG = argparse.BooleanOptionalAction  # --x and --no-x
@@ -3910,7 +3911,8 @@ def check_num_steps(parser, args):
     for level, T in enumerate(args.num_steps):
         finer = paired and level > 0
         rows = args.num_envs * T
-        check_rows(parser, args, rows, "finer rows" if finer else "rows")
+        what = "finer rows" if finer else "rows"
+        check_rows(parser, args, rows, what)
         if not finer:
             check_normalised(parser, args, rows)
 

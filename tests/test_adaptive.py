@@ -186,6 +186,14 @@ def test_line_for_a_change_of_level(adaptive):
     ]
 
 
+def test_line_where_rho_cannot_be_measured(adaptive):
+    """It does not show the 1 that stands for a ρ which is not known."""
+    rule, run = adaptive()
+    rule.measurements, rule.measured = 1, None
+    rule.tell(run, 1)
+    assert "correlation with the finest not measured" in run.said[-1]
+
+
 @pytest.mark.parametrize(
     "last, told",
     [
