@@ -61,8 +61,10 @@ import io
 import json
 import math
 import multiprocessing.connection
+import numbers
 import os
 import pickle
+import random
 import re
 import signal
 import subprocess
@@ -72,7 +74,7 @@ import threading
 import time
 import traceback
 import warnings
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 # NumPy's own threads would take the cores that the worker processes need.
@@ -532,7 +534,7 @@ def make_model(args):
     with closing(make_env(args.env)) as env:
         model = Model(env.observation_space.shape[0], env.action_space, args)
     device = "cpu" if args.device == "auto" else args.device
-    return model.to(device)
+    return model.to(device, torch.float32)  # an env's library may have set another default
 
 
 class Model(nn.Module):
@@ -678,7 +680,9 @@ class Categorical(nn.Module):
 
     def noise(self, batch, generator):
         """Return standard Gumbel noise, (batch, n)."""
-        return -torch.empty(batch, self.n).exponential_(generator=generator).log()
+        return (
+            -torch.empty(batch, self.n, dtype=torch.float32).exponential_(generator=generator).log()
+        )
 
     def sample(self, logp, noise=None):
         """Return actions (M, ...): argmax(log π + Gumbel noise) has the law of π. Or the mode."""
@@ -722,7 +726,7 @@ class Gaussian(nn.Module):
 
     def noise(self, batch, generator):
         """Return standard normal noise ε, (batch, A)."""
-        return torch.randn(batch, self.n, generator=generator)
+        return torch.randn(batch, self.n, generator=generator, dtype=torch.float32)
 
     def sample(self, mean, noise=None):
         """Return actions (M, ...): μ + σ ε or μ + L ε. Without noise the mode, μ."""
@@ -909,6 +913,10 @@ def is_plain(model):
 # ------------------------------------------------------------------------------------ games
 def make_env(env_id, **options):
     """Return the env, observations as vectors; ValueError if its observations cannot be."""
+    if "ALE/" in env_id:
+        raise ValueError("Atari games are for ppo_atari.py, which takes the same --env")
+    if ".py:" in env_id:
+        raise ValueError(f"argument --env: {env_id} should be module:id, without .py")
     env = gym.make(env_id, **options)
     space = env.observation_space
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
@@ -947,23 +955,34 @@ def to_env(action, space, as_array=np.asarray):
 def action_mask(env, info):
     """Return flags of the allowed choices, entry after entry, from `info` or the env's method.
 
-    Raises ValueError if their number is wrong, or if an entry has no allowed choice.
+    Raises ValueError if there is no mask, if it is not as many flags as there are choices, or if an
+    entry has no allowed choice.
     """
     if "action_mask" in info:
-        mask = info["action_mask"]
+        mask = flat(info["action_mask"])
+    elif env.has_wrapper_attr("action_masks") and callable(env.get_wrapper_attr("action_masks")):
+        mask = flat(env.get_wrapper_attr("action_masks")())
     else:
-        mask = env.get_wrapper_attr("action_masks")()
-    mask = flat(mask).astype(bool)
+        raise ValueError(MASK_NEEDED)
+
     choices = num_choices(env.action_space)
     begins = np.cumsum([0, *choices[:-1]])
-    if len(mask) != sum(choices) or not np.logical_or.reduceat(mask, begins).all():
+    are_flags = len(mask) == sum(choices) and np.isin(mask, (0, 1)).all()  # NaN is in no set
+    if not are_flags or not np.logical_or.reduceat(mask, begins).all():
         raise ValueError(f"action mask {mask}: not {sum(choices)} flags, or no action is allowed")
-    return mask
+    return mask.astype(bool)
+
+
+MASK_NEEDED = (
+    "an action_mask must be in the info of reset and of every step, or returned by a method "
+    "action_masks(); --no-action-masks ignores it"
+)
 
 
 def flat(mask):
-    """Return a mask, an array or nested tuples of arrays, as a vector."""
-    if isinstance(mask, tuple):
+    """Return a mask, an array or a tuple or list of parts for each entry, as a vector."""
+    is_list = isinstance(mask, (tuple, list))
+    if is_list and any(isinstance(part, (tuple, list, np.ndarray)) for part in mask):
         return np.concatenate([flat(part) for part in mask])
     return np.ravel(mask)
 
@@ -989,6 +1008,7 @@ class Game:
         if video:
             self.env = first_episode_video(self.env, video)
         self.space = self.env.action_space
+        self.ignores_masks = args.action_masks is None  # there was none after the first reset
 
         # What `get_state` saves: the actions so far, and the state that the env's random generator
         # had before the episode's reset, or None if the reset was by the game's seed.
@@ -1022,7 +1042,7 @@ class Game:
             self.random_state = random_state(self.env)
         self.actions = []
         self.arrays["ended"][self.n] = True  # the episode before this one
-        obs, info = self.env.reset(seed=seed)
+        obs, info = reset_env(self.env, seed)
         self.show("obs", obs, info)
 
     def step(self):
@@ -1032,7 +1052,7 @@ class Game:
         action = to_env(a["actions"][n], self.space).astype(self.space.dtype, copy=False)
         if len(self.actions) <= self.MAX_REPLAY:
             self.actions.append(action)
-        obs, reward, terminated, truncated, info = self.env.step(action)
+        obs, reward, terminated, truncated, info = step_env(self.env, action)
         check_step(reward, terminated, truncated)
 
         if a["ended"][n]:  # by the step before: this is the first of an episode
@@ -1065,6 +1085,8 @@ class Game:
         self.arrays[name][self.n] = obs
         if name == "obs" and "action_mask" in self.arrays:
             self.arrays["action_mask"][self.n] = action_mask(self.env, info)
+        elif name == "obs" and self.ignores_masks and "action_mask" in info:
+            raise ValueError(MASK_NEEDED)
 
     def get_state(self):
         """Return, as bytes, what `resume` needs to take up this episode, or None if nothing helps.
@@ -1112,12 +1134,39 @@ class Game:
         self.env.close()
 
 
+# What Gymnasium wants. The API of Gym before 0.26 is another one.
+API = "reset must return (obs, info), step (obs, reward, terminated, truncated, info)"
+
+
+def reset_env(env, seed=None):
+    """Return (obs, info) of env.reset; ValueError if the env has another API."""
+    returned = env.reset(seed=seed)
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    if not is_pair or not isinstance(returned[1], dict):
+        raise ValueError(API)
+    return returned
+
+
+def step_env(env, action):
+    """Return (obs, reward, terminated, truncated, info) of env.step; ValueError as `reset_env`."""
+    try:
+        returned = env.step(action)
+    except ValueError as error:
+        if "unpack (expected 5" in str(error):  # a wrapper of Gymnasium's says so
+            raise ValueError(API) from error
+        raise
+    if not isinstance(returned, tuple) or len(returned) != 5:
+        raise ValueError(API)
+    return returned
+
+
 def check_step(reward, terminated, truncated):
     """Raise ValueError unless a step returned a number and two flags; arrays are neither."""
-    returned = (reward, terminated, truncated)
-    arrays = [value for value in returned if getattr(value, "shape", ()) != ()]
-    if arrays or terminated not in (True, False) or truncated not in (True, False):
-        raise ValueError(f"not a number and two flags: {returned}")
+    is_number = isinstance(reward, numbers.Real) or getattr(reward, "shape", None) == ()
+    for flag in (terminated, truncated):
+        is_array = getattr(flag, "shape", ()) != ()
+        if is_array or flag not in (True, False) or not is_number:
+            raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
 
 
 def random_state(env):
@@ -1152,7 +1201,9 @@ class Games:
     """The games of one process, those in `rows` of all N, and the model that plays them."""
 
     def __init__(self, args, model, seeds, rows, arrays, buffer, **options):
+        seed_generators(args.seed, RANK, rows[0])
         own = slice(rows[0], rows[-1] + 1)
+        self.first_row = rows[0]
         self.model = model
         self.arrays = {name: array[own] for name, array in arrays.items()}
         self.buffer = {name: array[:, own] for name, array in buffer.items()}
@@ -1192,6 +1243,10 @@ class Games:
             game.step()
         self.busy = None
 
+    def seed(self, seed):
+        """Seed this process's generators, which the games may draw from."""
+        seed_generators(seed, RANK, self.first_row)
+
     def play(self, num_steps, **how):
         """Play a number of steps, see the function `play`."""
         play(self, num_steps, **how)
@@ -1213,9 +1268,36 @@ class Games:
             raise failure
 
 
+def seed_generators(*entropy):
+    """Seed the generators of `random`, NumPy and torch: an environment may draw from them."""
+    drawn = np.random.SeedSequence(entropy).generate_state(3).tolist()
+    random.seed(drawn[0])
+    np.random.seed(drawn[1])
+    torch.manual_seed(drawn[2])
+
+
+@contextmanager
+def kept_generators():
+    """Leave these generators of this process as they were before the block."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+def draw_seeds(count, *entropy):
+    """Return seeds (count,) below 2³¹, which an environment in C can take, too."""
+    return np.random.SeedSequence(entropy).generate_state(count) % 2**31
+
+
 def game_seeds(args, starts):
     """Return the seeds of this rank's games, (N,): other ones each time that games start anew."""
-    seeds = np.random.SeedSequence([args.seed, starts]).generate_state(args.num_envs)
+    seeds = draw_seeds(args.num_envs, args.seed, starts)
     return np.split(seeds, NUM_RANKS)[RANK]
 
 
@@ -1385,7 +1467,6 @@ def work(pipe, make_games, rows, shared):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)
     torch.set_num_threads(1)  # a worker has one core, and torch's threads do not survive a fork
-    seed_worker(int(rows[0]))
 
     parent = multiprocessing.parent_process().sentinel
     games = None
@@ -1404,14 +1485,6 @@ def work(pipe, make_games, rows, shared):
     if games is not None and command != "close":
         with suppress(Exception):  # a game may fail in this too
             games.call("close")
-
-
-def seed_worker(first_row):
-    """Seed NumPy's and torch's global generators; else the games of all forks would draw alike."""
-    sequence = np.random.SeedSequence([torch.initial_seed(), RANK, first_row])
-    numpy_seed, torch_seed = sequence.generate_state(2)
-    np.random.seed(numpy_seed)
-    torch.manual_seed(int(torch_seed))
 
 
 # ------------------------------------------------------------------------------------ ranks
@@ -1625,7 +1698,7 @@ class Run(AbstractContextManager):
     def evaluate(self, row):
         """Add an evaluation to the row, unless a signal cuts it short."""
         # The games are new each time, so that wrappers have not seen more than they do in --eval.
-        with closing(make_eval_pool(self.args, self.model)) as self.eval_pool:
+        with kept_generators(), closing(make_eval_pool(self.args, self.model)) as self.eval_pool:
             returns, cut = evaluate(self.model, self.eval_pool, run=self)
         if self.signal:
             return
@@ -1874,9 +1947,18 @@ def evaluate(model, pool, generator=None, run=None):
     Returns the returns (E,), and how many episodes were cut off: after EVAL_STEPS, or because the
     `run` was asked to stop.
     """
+    with kept_generators():
+        pool.call("seed", EVAL_SEED)
+        pool.call("start")
+        play_episodes(model, pool, generator, run)
+    arrays = pool.arrays
+    return first_returns(arrays), int((~arrays["finished"]).sum())
+
+
+def play_episodes(model, pool, generator, run):
+    """Play on until every game has ended an episode, or is cut off, see `evaluate`."""
     arrays = pool.arrays
     sample = generator is not None
-    pool.call("start")
     for done in range(0, EVAL_STEPS, EVAL_CHUNK):
         if run is not None and run.signal:
             break
@@ -1887,8 +1969,6 @@ def evaluate(model, pool, generator=None, run=None):
         pool.play(model, num_steps, sample=sample, first_episodes=True)
         if arrays["finished"].all():
             break
-
-    return first_returns(arrays), int((~arrays["finished"]).sum())
 
 
 def first_returns(arrays):
@@ -2174,13 +2254,20 @@ def check_run_name(parser, args):
 
 
 def uses_masks(parser, args, env):
-    """Return whether the policy uses action masks: by default if the env has them."""
+    """Return whether the policy uses action masks: by default if the env has them.
+
+    None: the env has none so far, and no option says that masks should be ignored.
+    """
+    if args.action_masks is False or not args.action_masks and not num_choices(env.action_space):
+        return False
     has_masks = False
     if num_choices(env.action_space):
-        has_masks = env.has_wrapper_attr("action_masks") or "action_mask" in env.reset()[1]
-    if args.action_masks and not has_masks:
+        has_masks = env.has_wrapper_attr("action_masks") or "action_mask" in reset_env(env)[1]
+    if not has_masks and env.has_wrapper_attr("action_mask"):
+        parser.error(f"argument --action-masks: {MASK_NEEDED}")
+    if not has_masks and args.action_masks:
         parser.error(f"argument --action-masks: {args.env} has none")
-    return has_masks if args.action_masks is None else args.action_masks
+    return has_masks or None
 
 
 def warn_of_scale(args, space):

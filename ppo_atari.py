@@ -50,6 +50,7 @@ import math
 import multiprocessing.connection
 import os
 import pickle
+import random
 import re
 import signal
 import subprocess
@@ -59,7 +60,7 @@ import threading
 import time
 import traceback
 import warnings
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import cv2
@@ -570,7 +571,9 @@ class Categorical(nn.Module):
 
     def noise(self, batch, generator):
         """Return standard Gumbel noise, (batch, n)."""
-        return -torch.empty(batch, self.n).exponential_(generator=generator).log()
+        return (
+            -torch.empty(batch, self.n, dtype=torch.float32).exponential_(generator=generator).log()
+        )
 
     def sample(self, logp, noise=None):
         """Return actions (M,): argmax(log π + Gumbel noise) has the law of π. Or the mode."""
@@ -613,7 +616,7 @@ def game_name(name):
 
     gym.register_envs(ale_py)
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
-    game = re.sub(r"^ALE/|(NoFrameskip|Deterministic)?-v\d+$", "", name)
+    game = re.sub(r"^(ale_py:)?ALE/|(NoFrameskip|Deterministic)?-v\d+$", "", name)
     for known in gym.registry:
         match = re.fullmatch(r"ALE/(.*)-v5", known)
         if match and match[1].lower() == game.lower():
@@ -831,7 +834,9 @@ class Games:
     def __init__(self, args, model, seeds, rows, arrays, buffer, **options):
         if multiprocessing.parent_process():  # this is a worker, which has one core
             cv2.setNumThreads(1)
+        seed_generators(args.seed, RANK, rows[0])
         own = slice(rows[0], rows[-1] + 1)
+        self.first_row = rows[0]
         self.model = model
         self.arrays = {name: array[own] for name, array in arrays.items()}
         self.buffer = {name: array[:, own] for name, array in buffer.items()}
@@ -871,6 +876,10 @@ class Games:
             game.step()
         self.busy = None
 
+    def seed(self, seed):
+        """Seed this process's generators, which the games may draw from."""
+        seed_generators(seed, RANK, self.first_row)
+
     def play(self, num_steps, **how):
         """Play a number of steps, see the function `play`."""
         play(self, num_steps, **how)
@@ -892,9 +901,36 @@ class Games:
             raise failure
 
 
+def seed_generators(*entropy):
+    """Seed the generators of `random`, NumPy and torch: an environment may draw from them."""
+    drawn = np.random.SeedSequence(entropy).generate_state(3).tolist()
+    random.seed(drawn[0])
+    np.random.seed(drawn[1])
+    torch.manual_seed(drawn[2])
+
+
+@contextmanager
+def kept_generators():
+    """Leave these generators of this process as they were before the block."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+def draw_seeds(count, *entropy):
+    """Return seeds (count,) below 2³¹, which an environment in C can take, too."""
+    return np.random.SeedSequence(entropy).generate_state(count) % 2**31
+
+
 def game_seeds(args, starts):
     """Return the seeds of this rank's games, (N,): other ones each time that games start anew."""
-    seeds = np.random.SeedSequence([args.seed, starts]).generate_state(args.num_envs)
+    seeds = draw_seeds(args.num_envs, args.seed, starts)
     return np.split(seeds, NUM_RANKS)[RANK]
 
 
@@ -1066,7 +1102,6 @@ def work(pipe, make_games, rows, shared):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)
     torch.set_num_threads(1)  # a worker has one core, and torch's threads do not survive a fork
-    seed_worker(int(rows[0]))
 
     parent = multiprocessing.parent_process().sentinel
     games = None
@@ -1085,14 +1120,6 @@ def work(pipe, make_games, rows, shared):
     if games is not None and command != "close":
         with suppress(Exception):  # a game may fail in this too
             games.call("close")
-
-
-def seed_worker(first_row):
-    """Seed NumPy's and torch's global generators; else the games of all forks would draw alike."""
-    sequence = np.random.SeedSequence([torch.initial_seed(), RANK, first_row])
-    numpy_seed, torch_seed = sequence.generate_state(2)
-    np.random.seed(numpy_seed)
-    torch.manual_seed(int(torch_seed))
 
 
 # ------------------------------------------------------------------------------------ ranks
@@ -1305,7 +1332,7 @@ class Run(AbstractContextManager):
     def evaluate(self, row):
         """Add an evaluation to the row, unless a signal cuts it short."""
         # The games are new each time, so that wrappers have not seen more than they do in --eval.
-        with closing(make_eval_pool(self.args, self.model)) as self.eval_pool:
+        with kept_generators(), closing(make_eval_pool(self.args, self.model)) as self.eval_pool:
             returns, cut = evaluate(self.model, self.eval_pool, run=self)
         if self.signal:
             return
@@ -1566,9 +1593,18 @@ def evaluate(model, pool, generator=None, run=None):
     Returns the returns (E,), and how many episodes were cut off: after EVAL_STEPS, or because the
     `run` was asked to stop.
     """
+    with kept_generators():
+        pool.call("seed", EVAL_SEED)
+        pool.call("start")
+        play_episodes(model, pool, generator, run)
+    arrays = pool.arrays
+    return first_returns(arrays), int((~arrays["finished"]).sum())
+
+
+def play_episodes(model, pool, generator, run):
+    """Play on until every game has ended an episode, or is cut off, see `evaluate`."""
     arrays = pool.arrays
     sample = generator is not None
-    pool.call("start")
     for done in range(0, EVAL_STEPS, EVAL_CHUNK):
         if run is not None and run.signal:
             break
@@ -1579,8 +1615,6 @@ def evaluate(model, pool, generator=None, run=None):
         pool.play(model, num_steps, sample=sample, first_episodes=True)
         if arrays["finished"].all():
             break
-
-    return first_returns(arrays), int((~arrays["finished"]).sum())
 
 
 def first_returns(arrays):

@@ -63,8 +63,10 @@ import io
 import json
 import math
 import multiprocessing.connection
+import numbers
 import os
 import pickle
+import random
 import re
 import signal
 import subprocess
@@ -74,7 +76,7 @@ import threading
 import time
 import traceback
 import warnings
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -621,7 +623,7 @@ def signed_weights(num_steps, num_envs, num_minibatches, controls):
         if level > 0:
             weights.append(torch.full((size,), -own * controls[level - 1]))
         weights.append(torch.full((size,), own))
-    return torch.cat(weights)  # (S,)
+    return torch.cat(weights).float()  # (S,)
 
 
 def normalised(advantages, coarsest):
@@ -692,7 +694,8 @@ class Together:
         self.controls = [control for _ in range(pairs)]
         # Running means of each level's Var(Â), Cov(Â, Ã), Var(Ã). This is a guess, which the first
         # iteration replaces; later ones move it by a tenth.
-        self.moments = torch.tensor([[1.0, 0.0, 0.0]] + [[1.0, 0.9, 1.0] for _ in range(pairs)])
+        moments = [[1.0, 0.0, 0.0]] + [[1.0, 0.9, 1.0] for _ in range(pairs)]
+        self.moments = torch.tensor(moments, dtype=torch.float32)
         self.rate = 1.0
 
     def begin(self, run):
@@ -712,11 +715,11 @@ class Together:
         """
         own = [batch["advantages"].cpu() for batch in own]
         partners = [batch["advantages"].cpu() for batch in partners]
-        rows = [torch.tensor([own[0].var(), 0.0, 0.0])]
+        rows = [torch.tensor([own[0].var(), 0.0, 0.0], dtype=torch.float32)]
         for fine, partner in zip(own[1:], partners):
             covariances = torch.cov(torch.stack([fine, partner]))
             rows.append(torch.stack([covariances[0, 0], covariances[0, 1], covariances[1, 1]]))
-        rows = torch.stack(rows)
+        rows = torch.stack(rows).float()
         self.moments = self.moments.lerp(rows, self.rate).where(rows.isfinite(), self.moments)
         self.rate = 0.1
 
@@ -993,8 +996,7 @@ def play_alike(model, pool, args, number, run=None):
     """
     rounds = num_rounds(args)
     starts = np.arange(rounds * args.num_envs) // REPEATS  # (E,)
-    sequence = np.random.SeedSequence([args.seed, MEASURE_SEED, number])
-    seeds = sequence.generate_state(rounds + starts[-1] + 1)
+    seeds = draw_seeds(rounds + starts[-1] + 1, args.seed, MEASURE_SEED, number)
     noise_seeds = seeds[:rounds]
     start_seeds = seeds[rounds:][starts].reshape(rounds, -1)
 
@@ -1101,7 +1103,7 @@ def make_model(args):
     with closing(make_env(args.env, args.levels[-1])) as env:
         model = Model(env.observation_space.shape[0], env.action_space, args)
     device = "cpu" if args.device == "auto" else args.device
-    return model.to(device)
+    return model.to(device, torch.float32)  # an env's library may have set another default
 
 
 class Model(nn.Module):
@@ -1218,7 +1220,9 @@ class Categorical(nn.Module):
 
     def noise(self, batch, generator):
         """Return standard Gumbel noise, (batch, n)."""
-        return -torch.empty(batch, self.n).exponential_(generator=generator).log()
+        return (
+            -torch.empty(batch, self.n, dtype=torch.float32).exponential_(generator=generator).log()
+        )
 
     def sample(self, logp, noise=None):
         """Return actions (M, ...): argmax(log π + Gumbel noise) has the law of π. Or the mode."""
@@ -1262,7 +1266,7 @@ class Gaussian(nn.Module):
 
     def noise(self, batch, generator):
         """Return standard normal noise ε, (batch, A)."""
-        return torch.randn(batch, self.n, generator=generator)
+        return torch.randn(batch, self.n, generator=generator, dtype=torch.float32)
 
     def sample(self, mean, noise=None):
         """Return actions (M, ...): μ + σ ε or μ + L ε. Without noise the mode, μ."""
@@ -1521,7 +1525,7 @@ class Game:
             with suppress(Exception):  # whatever a render raises
                 self.picture = self.env.render()
         self.arrays["ended"][self.n] = True  # the episode before this one
-        obs, _ = self.env.reset(seed=seed)
+        obs, _ = reset_env(self.env, seed)
         self.show("obs", obs)
 
     def record(self, obs, reward, terminated, truncated):
@@ -1582,12 +1586,39 @@ class Game:
         self.random = state["random"]
 
 
+# What Gymnasium wants. The API of Gym before 0.26 is another one.
+API = "reset must return (obs, info), step (obs, reward, terminated, truncated, info)"
+
+
+def reset_env(env, seed=None):
+    """Return (obs, info) of env.reset; ValueError if the env has another API."""
+    returned = env.reset(seed=seed)
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    if not is_pair or not isinstance(returned[1], dict):
+        raise ValueError(API)
+    return returned
+
+
+def step_env(env, action):
+    """Return (obs, reward, terminated, truncated, info) of env.step; ValueError as `reset_env`."""
+    try:
+        returned = env.step(action)
+    except ValueError as error:
+        if "unpack (expected 5" in str(error):  # a wrapper of Gymnasium's says so
+            raise ValueError(API) from error
+        raise
+    if not isinstance(returned, tuple) or len(returned) != 5:
+        raise ValueError(API)
+    return returned
+
+
 def check_step(reward, terminated, truncated):
     """Raise ValueError unless a step returned a number and two flags; arrays are neither."""
-    returned = (reward, terminated, truncated)
-    arrays = [value for value in returned if getattr(value, "shape", ()) != ()]
-    if arrays or terminated not in (True, False) or truncated not in (True, False):
-        raise ValueError(f"not a number and two flags: {returned}")
+    is_number = isinstance(reward, numbers.Real) or getattr(reward, "shape", None) == ()
+    for flag in (terminated, truncated):
+        is_array = getattr(flag, "shape", ()) != ()
+        if is_array or flag not in (True, False) or not is_number:
+            raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
 
 
 def state_keeper(env):
@@ -1621,7 +1652,9 @@ class Games:
     """
 
     def __init__(self, args, model, levels, seeds, rows, arrays, buffer, **options):
+        seed_generators(args.seed, RANK, rows[0])
         own_rows = slice(rows[0], rows[-1] + 1)
+        self.first_row = rows[0]
         self.model = model
         self.arrays = {name: array[:, :, own_rows] for name, array in arrays.items()}
         self.noise = buffer["noise"][:, own_rows]  # (T, N, ·), one for both roles
@@ -1762,6 +1795,10 @@ class Games:
             names.append(name)
         return names
 
+    def seed(self, seed):
+        """Seed this process's generators, which the games may draw from."""
+        seed_generators(seed, RANK, self.first_row)
+
     def play(self, num_steps, **how):
         """Play a number of steps, see the function `play`."""
         play(self, num_steps, **how)
@@ -1792,7 +1829,7 @@ class Games:
         else:
             for game, action in zip(games, actions):
                 self.busy = (game, "step")
-                obs, reward, terminated, truncated, _ = game.env.step(action)
+                obs, reward, terminated, truncated, _ = step_env(game.env, action)
                 game.record(obs, reward, terminated, truncated)
         arrays["steps"] += 1
 
@@ -1901,13 +1938,40 @@ def warn_of_random_starts(model, pool):
         report("reset(seed) varies: README, Randomness")
 
 
+def seed_generators(*entropy):
+    """Seed the generators of `random`, NumPy and torch: an environment may draw from them."""
+    drawn = np.random.SeedSequence(entropy).generate_state(3).tolist()
+    random.seed(drawn[0])
+    np.random.seed(drawn[1])
+    torch.manual_seed(drawn[2])
+
+
+@contextmanager
+def kept_generators():
+    """Leave these generators of this process as they were before the block."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+def draw_seeds(count, *entropy):
+    """Return seeds (count,) below 2³¹, which an environment in C can take, too."""
+    return np.random.SeedSequence(entropy).generate_state(count) % 2**31
+
+
 def game_seeds(args, *starts):
     """Return the seeds of this rank's games, (2, L, N) by role, level, actor.
 
     They are other ones whenever games start anew. Partners of the first level do not exist.
     """
     L = len(args.levels)
-    drawn = np.random.SeedSequence([args.seed, *starts]).generate_state((2 * L - 1) * args.num_envs)
+    drawn = draw_seeds((2 * L - 1) * args.num_envs, args.seed, *starts)
     members = iter(drawn.reshape(2 * L - 1, args.num_envs))
     seeds = np.zeros((2, L, args.num_envs), drawn.dtype)
     for level in range(L):
@@ -2090,7 +2154,6 @@ def work(pipe, make_games, rows, shared):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)
     torch.set_num_threads(1)  # a worker has one core, and torch's threads do not survive a fork
-    seed_worker(int(rows[0]))
 
     parent = multiprocessing.parent_process().sentinel
     games = None
@@ -2109,14 +2172,6 @@ def work(pipe, make_games, rows, shared):
     if games is not None and command != "close":
         with suppress(Exception):  # a game may fail in this too
             games.call("close")
-
-
-def seed_worker(first_row):
-    """Seed NumPy's and torch's global generators; else the games of all forks would draw alike."""
-    sequence = np.random.SeedSequence([torch.initial_seed(), RANK, first_row])
-    numpy_seed, torch_seed = sequence.generate_state(2)
-    np.random.seed(numpy_seed)
-    torch.manual_seed(int(torch_seed))
 
 
 # ------------------------------------------------------------------------------------ ranks
@@ -2701,9 +2756,18 @@ def evaluate(model, pool, generator=None, run=None):
     Returns the returns (E,), and how many episodes were cut off: after EVAL_STEPS, or because the
     `run` was asked to stop.
     """
+    with kept_generators():
+        pool.call("seed", EVAL_SEED)
+        pool.call("start")
+        play_episodes(model, pool, generator, run)
+    arrays = pool.arrays
+    return first_returns(arrays), int((~arrays["finished"]).sum())
+
+
+def play_episodes(model, pool, generator, run):
+    """Play on until every game has ended an episode, or is cut off, see `evaluate`."""
     arrays = pool.arrays
     sample = generator is not None
-    pool.call("start")
     for done in range(0, EVAL_STEPS, EVAL_CHUNK):
         if run is not None and run.signal:
             break
@@ -2714,8 +2778,6 @@ def evaluate(model, pool, generator=None, run=None):
         pool.play(model, num_steps, sample=sample, first_episodes=True)
         if arrays["finished"].all():
             break
-
-    return first_returns(arrays), int((~arrays["finished"]).sum())
 
 
 def first_returns(arrays):

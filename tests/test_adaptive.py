@@ -751,7 +751,7 @@ def test_more_ranks_than_episodes_of_a_check(monkeypatch, capsys):
     assert "argument --check-episodes: each of the 5 ranks needs one" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("last", [3, 14, 140])
+@pytest.mark.parametrize("last", [3, 14, 135])
 def test_resume_in_the_middle(run, tmp_path, last):
     """Stopped in an iteration and resumed, the run is the uninterrupted one; ρ is measured before
     the last stop, and after it."""

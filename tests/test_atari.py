@@ -480,7 +480,7 @@ BUFFER = "obs actions rewards terminated truncated".split()
 
 def make_pool(model, num_workers=0, num_steps=T, start_method=None, env="Breakout", **options):
     """Return a pool of N games that have started."""
-    args = SimpleNamespace(env=env, **(OPTIONS | options))
+    args = SimpleNamespace(env=env, seed=1, **(OPTIONS | options))
     with pytest.MonkeyPatch.context() as patch:
         pool = functools.partial(ppo_atari.WorkerPool, start_method=start_method)
         patch.setattr(ppo_atari, "WorkerPool", pool)

@@ -324,7 +324,7 @@ def test_run_with_a_damaged_config(refused, run_dir, tmp_path, config):
 def another(action, value):
     """Return words that give an option another value."""
     name = action.option_strings[0]
-    if isinstance(value, bool):
+    if isinstance(action, argparse.BooleanOptionalAction) or isinstance(value, bool):
         return [f"--no-{name[2:]}" if value else name]
     if action.choices:
         return [name, next(choice for choice in action.choices if choice != value)]

@@ -546,31 +546,6 @@ ENDS = [
 ]
 
 
-class Drawers:
-    """Games that draw by the generators of NumPy and torch, not by one of their own."""
-
-    def __init__(self, rows, *_):
-        self.rows = rows
-
-    def call(self, _):
-        return [(float(torch.rand(())), np.random.random()) for _ in self.rows]
-
-
-def test_workers_draw_other_numbers(script, monkeypatch):
-    """Generators that games share are not the same in all workers, and follow the seed."""
-
-    def drawn(seed):
-        torch.manual_seed(seed)
-        with closing(script.WorkerPool(Drawers, {}, {}, 4, 4, None)) as pool:
-            return np.array(sum(pool.call("draw"), []))
-
-    first, again, other = drawn(1), drawn(1), drawn(2)
-    assert len(np.unique(np.concatenate([first, other]))) == 16
-    assert np.array_equal(first, again)
-    monkeypatch.setattr(script, "RANK", 1)
-    assert not np.isin(drawn(1), first).any()
-
-
 class Solvers:
     """Games of which each starts a program; game 0 fails with an error if it is to."""
 

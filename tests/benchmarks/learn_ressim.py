@@ -62,9 +62,17 @@ RUNS = {
 COSTS = {"v1": [0.024, 0.06, 0.21, 0.88, 4.1], "v2": [0.052, 0.2, 0.87, 4.3]}
 COSTS |= {case: [0.024, 0.06, 0.21, 0.88] for case in ("v3", "v4")}
 COSTS["rod"] = [0.005, 0.008, 0.026, 0.13]
+# Two simulations of controlgym, in tests/examples: milliseconds on one core, one actor at a time.
+COSTS["ks"] = [0.65, 2.35, 9.6]
+COSTS["gl"] = [0.24, 0.65, 3.2]
 SAME = "--learning-rate 1e-4 --update-epochs 5 --target-kl 0.05 --num-steps 50 --num-workers 0 "
 SAME += "--eval-every 5 "
 ITERATIONS = {1: 300, 2: 300, 3: 200, 4: 150, 5: 150}
+# All runs of a simulation of controlgym are as long, in finest steps, and have these options.
+LENGTHS = {"ks": 40_000, "gl": 100_000}
+CONTROLGYM = "--num-envs 16 --norm-value --init-log-std -1.5 --gamma 0.95 --learning-rate 1e-3 "
+CONTROLGYM += "--update-epochs 10 --eval-episodes 8 --check-episodes 8 "
+CLASSES = {"ks": "KuramotoSivashinsky", "gl": "GinzburgLandau"}
 
 
 def simulation(case, levels):
@@ -72,12 +80,33 @@ def simulation(case, levels):
     env = f"--env ResSim-{case} "
     if case == "rod":
         env = "--env tests/benchmarks/rod.py:make --init-log-std -0.5 "
+    update = 0.1
+    if case in CLASSES:  # 800 rows and 10 epochs
+        env = f"--env tests/examples/controlgym_pde.py:{CLASSES[case]} "
+        update = 0.064
     words = " ".join(f"{COSTS[case][level - 1] / 1e3:g}" for level in levels)
-    return f"{env}--level-costs {words} 0.1 "
+    return f"{env}--level-costs {words} {update:g} "
+
+
+def controlgym(case):
+    """Return the runs that are compared on a simulation of controlgym: {name: options}."""
+    options = f"{SAME}{CONTROLGYM}--total-cost {LENGTHS[case]} "
+    every = f"{simulation(case, [1, 2, 3])}{options}--levels 1 2 3"
+    runs = {f"{case}-adaptive": every, f"{case}-multigrid": f"multigrid {every}"}
+    for level, eval_every in {1: 40, 2: 10, 3: 4}.items():
+        levels = sorted({level, 3})
+        words = " ".join(map(str, levels))
+        runs[f"{case}-only-{level}"] = (
+            f"single {simulation(case, levels)}{options}--levels {words} --schedule adaptive "
+            f"--eval-every {eval_every}"
+        )
+    return runs
 
 
 def comparison(case):
     """Return the runs that are compared on a case: {name: options}."""
+    if case in CLASSES:
+        return controlgym(case)
     last, options = len(COSTS[case]), functools.partial(simulation, case)
     every = options(range(1, last + 1)) + SAME
     every += "--levels 1 2 3 4 " if case == "rod" else ""
@@ -119,6 +148,7 @@ for name in ("v2-only-4", "v4-only-4"):  # still rising after 150
     RUNS[name] = RUNS[name].replace("iterations 150", "iterations 300")
 # What the rule left open was chosen on seeds 1 and 2 of v1, v3, v4 and the rod.
 SEEDS = {f"{case}-adaptive": [1, 2, 3, 4, 5, 6] for case in COSTS}
+SEEDS |= {name: [1, 2, 3] for case in CLASSES for name in controlgym(case)}
 SEEDS["v1-bounded"] = [1, 2, 3, 4]
 SEEDS |= dict.fromkeys(("v1-only-5", "v3-only-4", "v4-only-4", "rod-only-4"), [1, 2, 3])
 SEEDS |= {f"{case}-rate-{name}": [1] for case in ("v3", "v4") for name in "ab"}

@@ -1,0 +1,163 @@
+"""Environments as other people write them: ids `envs_foreign:<id>-v0`, or classes for levels."""
+
+import random
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+
+class Small(gym.Env):
+    """Episodes of five steps: `see` gives the observation, `pay` the reward of an action."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    old_reset = False
+    old_step = False
+
+    def __init__(self, level=1):
+        pass
+
+    def see(self):
+        return self.np_random.normal(size=3).astype(np.float32)
+
+    def pay(self, action):
+        return -float(np.square(action).sum())
+
+    def info(self):
+        return {}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        obs = self.see()
+        return obs if self.old_reset else (obs, self.info())
+
+    def step(self, action):
+        self.t += 1
+        reward = self.pay(action)
+        if self.old_step:
+            return self.see(), reward, self.t == 5, {}
+        return self.see(), reward, False, self.t == 5, self.info()
+
+
+class Gradient(Small):
+    """The reward is found with torch's autograd, as in a differentiable simulator."""
+
+    def pay(self, action):
+        x = torch.tensor(action, requires_grad=True)
+        (gradient,) = torch.autograd.grad(x.square().sum(), x)
+        return -float(gradient.abs().sum())
+
+
+class Double(Small):
+    """Its library sets torch's default type, as some solvers do at import."""
+
+    def __init__(self, level=1):
+        torch.set_default_dtype(torch.float64)
+
+
+class Lottery(Small):
+    """Rewards from one of the generators that all code of a process shares."""
+
+    DRAWS = {
+        "numpy": np.random.rand,
+        "python": random.random,
+        "torch": lambda: float(torch.rand(())),
+    }
+
+    def __init__(self, draw="numpy", level=1):
+        self.draw = self.DRAWS[draw]
+
+    def pay(self, action):
+        return self.draw()
+
+
+class Int32(Small):
+    """A seed of a C library is an int32."""
+
+    def reset(self, *, seed=None, options=None):
+        assert seed is None or seed < 2**31
+        return super().reset(seed=seed)
+
+
+class Reward(Small):
+    """A reward that is no number."""
+
+    def __init__(self, reward):
+        self.reward = reward
+
+    def pay(self, action):
+        return self.reward
+
+
+class OldReset(Small):
+    """The API of Gym before 0.26."""
+
+    old_reset = True
+
+
+class OldStep(Small):
+    """The same in `step`."""
+
+    old_step = True
+
+
+class Shop(Small):
+    """Three actions, the third is forbidden and pays 1. The mask comes in some form."""
+
+    action_space = gym.spaces.Discrete(3)
+
+    def __init__(self, mask=None, after=(0, 1, 2, 3, 4, 5), attribute=None):
+        self.mask = mask
+        self.after = after  # the steps after which info has the mask
+        if attribute:
+            setattr(self, attribute, np.array([1, 1, 0]))
+
+    def pay(self, action):
+        return float(action == 2)
+
+    def info(self):
+        has_mask = self.mask is not None and self.t in self.after
+        return {"action_mask": self.mask} if has_mask else {}
+
+
+class Menu(Shop):
+    """A MultiDiscrete whose mask is a list of lists, one for each entry."""
+
+    action_space = gym.spaces.MultiDiscrete([3, 2])
+
+    def __init__(self):
+        super().__init__([[1, 1, 0], [0, 1]])
+
+    def pay(self, action):
+        return float(action[0] == 2 or action[1] == 0)
+
+
+INFINITE = float("inf")
+ENVS = {
+    "Gradient": (Gradient, {}),
+    "Double": (Double, {}),
+    "Lottery-numpy": (Lottery, {"draw": "numpy"}),
+    "Lottery-python": (Lottery, {"draw": "python"}),
+    "Lottery-torch": (Lottery, {"draw": "torch"}),
+    "Int32": (Int32, {}),
+    "Reward-none": (Reward, {"reward": None}),
+    "Reward-list": (Reward, {"reward": [1.0]}),
+    "Reward-tuple": (Reward, {"reward": (1.0,)}),
+    "OldReset": (OldReset, {}),
+    "OldStep": (OldStep, {}),
+    "Shop-flags": (Shop, {"mask": [1, 1, 0]}),
+    "Shop-additive": (Shop, {"mask": [0, 0, -INFINITE]}),
+    "Shop-large": (Shop, {"mask": [0, 0, -1e9]}),
+    "Shop-indices": (Shop, {"mask": [0, 1]}),
+    "Shop-nan": (Shop, {"mask": [1, 1, float("nan")]}),
+    "Shop-reset": (Shop, {"mask": [1, 1, 0], "after": [0]}),
+    "Shop-step": (Shop, {"mask": [1, 1, 0], "after": [1, 2, 3, 4, 5]}),
+    "Shop-attribute": (Shop, {"attribute": "action_mask"}),
+    "Shop-no_method": (Shop, {"attribute": "action_masks"}),
+    "Menu": (Menu, {}),
+}
+for name, (env, options) in ENVS.items():
+    if f"{name}-v0" not in gym.registry:
+        gym.register(f"{name}-v0", env, kwargs=options)

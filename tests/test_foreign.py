@@ -1,0 +1,213 @@
+"""Tests of what environments of other people do: after public reports on PPO implementations."""
+
+import functools
+import random
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+
+import ppo
+import ppo_atari
+import ppo_multilevel as ml
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Gymnasium's, on the old API
+SMALL = "--num-envs 2 --num-minibatches 2 --update-epochs 1 --hidden 8 --quiet".split()
+LEVELS = "--levels 1 2 --level-costs 1 2 0.1 --num-workers 0 --check-episodes 2".split()
+
+
+def parse(script, log_dir, name, *more):
+    """Return the options of a small run on an env of envs_foreign."""
+    if script is ppo:
+        env = f"envs_foreign:{name}-v0"
+        own = "--num-steps 10".split()
+    else:
+        env = f"envs_foreign:{name}"
+        own = [*LEVELS, "--num-steps", "10"]
+    argv = [*SMALL, *own, "--env", env, "--num-iterations", "2", "--log-dir", str(log_dir), *more]
+    return script.parse_args(argv)
+
+
+both = pytest.mark.parametrize("script", [ppo, ml], ids=["ppo", "ppo_multilevel"])
+
+
+@both
+def test_autograd_in_step(script, tmp_path):
+    """An env may use torch's gradients wherever it is stepped."""
+    run = script.train(parse(script, tmp_path, "Gradient", "--eval-every", "1"))
+    assert np.isfinite(run.history[-1]["eval_return"])
+    script.evaluate_run(script.parse_args(["--eval", str(run.run_dir)]))
+    if script is ml:
+        ml.analyse(parse(script, tmp_path, "Gradient", "--analyse"))
+
+
+OPTIONS = {
+    "plain": [ppo],
+    "norms": [ppo, "--norm-obs", "--norm-value", "--activation", "relu", "--layer-norm"],
+    "gru": [ppo, "--rnn", "gru", "--norm-reward"],
+    "covariance": [ppo, "--full-covariance"],
+    "adaptive": [ml],
+    "together": [ml, "--schedule", "together", "--norm-value"],
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_default_type(case, tmp_path):
+    """The scripts compute in float32, whatever default an env's library has set."""
+    script, *options = OPTIONS[case]
+    try:
+        run = script.train(parse(script, tmp_path, "Double", "--eval-every", "1", *options))
+        assert torch.get_default_dtype() == torch.float64  # the env keeps what it wants
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+    assert np.isfinite(run.history[-1]["eval_return"])
+
+
+def returns_of(script, log_dir, name, *options):
+    """Return the returns that a run logs, and what --eval has of it."""
+    random.seed()
+    np.random.seed()
+    torch.seed()
+    run = script.train(parse(script, log_dir, name, *options))
+    random.seed()
+    np.random.seed()
+    torch.seed()
+    evaluated = script.evaluate_run(script.parse_args(["--eval", str(run.run_dir)]))
+    rows = [row for row in run.history if row["iteration"]]
+    return [row["episodic_return"] for row in rows], evaluated.tolist(), run
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("draw", ["numpy", "python", "torch"])
+def test_global_generators(draw, workers, tmp_path):
+    """The same seed gives the same numbers, of training and of evaluations, in every process.
+
+    An evaluation does not change what training draws, and --eval repeats the run's last one.
+    """
+    name = f"Lottery-{draw}"
+    first = returns_of(ppo, tmp_path, name, "--num-workers", workers)
+    second = returns_of(ppo, tmp_path, name, "--num-workers", workers, "--eval-every", "1")
+    other = returns_of(ppo, tmp_path, name, "--num-workers", workers, "--seed", "2")
+    assert first[:2] == second[:2] and first[0] != other[0]
+    run = second[2]
+    assert run.history[-1]["eval_return"] == np.mean(second[1])
+    assert len({*second[1]}) > 1  # the games do not draw alike
+
+
+def test_global_generators_of_levels(tmp_path):
+    """The same with levels, whose evaluations and checks have pools that stay."""
+    options = ["--eval-every", "1"]
+    first = returns_of(ml, tmp_path, "Lottery", *options)
+    second = returns_of(ml, tmp_path, "Lottery", *options)
+    assert first[:2] == second[:2]
+    checks = [row["check_return"] for row in second[2].history if "check_return" in row]
+    assert len({*checks}) == 1  # the same episodes each time: no luck in a gain
+
+
+def test_spawned_workers_are_seeded(tmp_path, monkeypatch):
+    """A spawned worker has not the main process's generators."""
+    monkeypatch.setattr(ppo, "WorkerPool", functools.partial(ppo.WorkerPool, start_method="spawn"))
+    first = returns_of(ppo, tmp_path, "Lottery-python", "--num-workers", "1")
+    second = returns_of(ppo, tmp_path, "Lottery-python", "--num-workers", "1")
+    assert first[0] == second[0]
+
+
+def test_workers_and_ranks_draw_other_numbers(tmp_path, monkeypatch):
+    """Workers and ranks do not draw the same numbers, and all follow the seed."""
+
+    def drawn(*options):
+        args = parse(ppo, tmp_path, "Lottery-numpy", *options)
+        model = ppo.make_model(args)
+        with closing(ppo.make_pool(args, model, ppo.game_seeds(args, 0), 2)) as pool:
+            pool.call("start")
+            pool.play(model, 10)
+            return pool.buffer["rewards"].copy()
+
+    first = drawn()
+    assert np.array_equal(drawn(), first)
+    assert not np.isin(first[:, 0], first[:, 1]).any()
+    assert not np.isin(drawn("--seed", "2"), first).any()
+    monkeypatch.setattr(ppo, "RANK", 1)
+    monkeypatch.setattr(ppo, "game_seeds", lambda args, starts: np.array([5, 6]))
+    assert not np.isin(drawn(), first).any()
+
+
+@pytest.mark.parametrize("script", [ppo, ppo_atari, ml])
+def test_seeds_fit_into_int32(script):
+    """C libraries take an int32."""
+    seeds = script.draw_seeds(10_000, 1, 2)
+    assert seeds.min() >= 0 and 2**30 < seeds.max() < 2**31
+    assert len({*seeds.tolist()}) > 9_990
+    assert (seeds != script.draw_seeds(10_000, 1, 3)).mean() > 0.99
+
+
+@both
+def test_runs_with_int32_seeds(script, tmp_path):
+    """All games of a run, an evaluation and an analysis get such seeds."""
+    script.train(parse(script, tmp_path, "Int32", "--num-envs", "20", "--eval-every", "1"))
+    if script is ml:
+        ml.train(parse(ml, tmp_path, "Int32", "--num-envs", "20", "--schedule", "together"))
+        ml.analyse(parse(ml, tmp_path, "Int32", "--num-envs", "20", "--analyse"))
+
+
+@both
+@pytest.mark.parametrize("name", ["OldReset", "OldStep"])
+def test_old_api(script, name, tmp_path):
+    """An env of Gym's old API is told what is wanted."""
+    with pytest.raises(ppo.GameError if script is ppo else ml.GameError) as failure:
+        script.train(parse(script, tmp_path, name))
+    first_line = str(failure.value).partition("\n")[0]
+    assert "reset must return (obs, info), step (obs, reward, terminated," in first_line
+
+
+@pytest.mark.parametrize("kind", ["none", "list", "tuple"])
+def test_rewards_that_are_no_numbers(kind, tmp_path):
+    """They are named as arrays are."""
+    with pytest.raises(ppo.GameError, match="failed in step: ValueError: not a number and two fl"):
+        ppo.train(parse(ppo, tmp_path, f"Reward-{kind}"))
+
+
+@pytest.mark.parametrize("form", ["additive", "large", "indices", "nan"])
+def test_masks_that_are_no_flags(form, tmp_path):
+    """They are refused: read as flags they would allow what is forbidden."""
+    with pytest.raises(ppo.GameError, match="failed in reset: ValueError: action mask .* 3 flags"):
+        ppo.train(parse(ppo, tmp_path, f"Shop-{form}"))
+
+
+@pytest.mark.parametrize("name", ["Shop-flags", "Menu"])
+def test_masks_in_lists(name, tmp_path):
+    """Lists of flags, or of lists of flags, one for each entry of an action."""
+    run = ppo.train(parse(ppo, tmp_path, name))
+    assert run.history[-1]["episodic_return"] == 0
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "no_method"])
+def test_masks_in_some_places_only(where, tmp_path):
+    """A line says where a mask has to be, and how to ignore it."""
+    with pytest.raises(ppo.GameError, match="an action_mask must be in the info of reset and of"):
+        ppo.train(parse(ppo, tmp_path, f"Shop-{where}"))
+    ppo.train(parse(ppo, tmp_path, f"Shop-{where}", "--no-action-masks"))
+
+
+def test_mask_as_attribute(tmp_path, capsys):
+    """An attribute is no mask that the script could read in time."""
+    with pytest.raises(SystemExit):
+        parse(ppo, tmp_path, "Shop-attribute")
+    assert "an action_mask must be in the info" in capsys.readouterr().err
+    ppo.train(parse(ppo, tmp_path, "Shop-attribute", "--no-action-masks"))
+
+
+@pytest.mark.parametrize("env", ["ALE/Pong-v5", "ale_py:ALE/Pong-v5"])
+def test_atari_names(env, tmp_path):
+    """ppo.py names the script for Atari, and that one takes both spellings."""
+    with pytest.raises(ValueError, match="Atari games are for ppo_atari.py"):
+        ppo.parse_args(["--env", env, "--log-dir", str(tmp_path)])
+    assert ppo_atari.game_name(env) == "Pong"
+
+
+def test_file_as_module(tmp_path):
+    """ppo.py takes module:id."""
+    with pytest.raises(ValueError, match="module:id, without .py"):
+        ppo.parse_args(["--env", "my.py:Sim-v0", "--log-dir", str(tmp_path)])
