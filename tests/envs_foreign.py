@@ -134,6 +134,18 @@ class Menu(Shop):
         return float(action[0] == 2 or action[1] == 0)
 
 
+class Sizes(Small):
+    """Its pictures do not keep their size."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 5}
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def render(self):
+        return np.zeros((64 + 16 * self.t, 64, 3), np.uint8)
+
+
 INFINITE = float("inf")
 ENVS = {
     "Gradient": (Gradient, {}),
@@ -157,6 +169,7 @@ ENVS = {
     "Shop-attribute": (Shop, {"attribute": "action_mask"}),
     "Shop-no_method": (Shop, {"attribute": "action_masks"}),
     "Menu": (Menu, {}),
+    "Sizes": (Sizes, {}),
 }
 for name, (env, options) in ENVS.items():
     if f"{name}-v0" not in gym.registry:

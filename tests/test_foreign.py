@@ -211,3 +211,11 @@ def test_file_as_module(tmp_path):
     """ppo.py takes module:id."""
     with pytest.raises(ValueError, match="module:id, without .py"):
         ppo.parse_args(["--env", "my.py:Sim-v0", "--log-dir", str(tmp_path)])
+
+
+def test_film_of_pictures_that_change_size(tmp_path):
+    """There is no film of them, and a line says so: a part of the frames would be no film."""
+    run = ppo.train(parse(ppo, tmp_path, "Sizes"))
+    with pytest.raises(ppo.GameError, match="no film.* same size"):
+        ppo.evaluate_run(ppo.parse_args(["--eval", str(run.run_dir), "--video"]))
+    assert not list(run.run_dir.glob("*.mp4"))
