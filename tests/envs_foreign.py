@@ -146,6 +146,16 @@ class Sizes(Small):
         return np.zeros((64 + 16 * self.t, 64, 3), np.uint8)
 
 
+class Valve(Small):
+    """A Box of float64 whose bounds float32 does not have. The lower one pays most."""
+
+    action_space = gym.spaces.Box(-0.1, 0.3, (1,), np.float64)
+
+    def pay(self, action):
+        assert self.action_space.contains(action)
+        return -float(action[0])
+
+
 INFINITE = float("inf")
 ENVS = {
     "Gradient": (Gradient, {}),
@@ -170,6 +180,7 @@ ENVS = {
     "Shop-no_method": (Shop, {"attribute": "action_masks"}),
     "Menu": (Menu, {}),
     "Sizes": (Sizes, {}),
+    "Valve": (Valve, {}),
 }
 for name, (env, options) in ENVS.items():
     if f"{name}-v0" not in gym.registry:

@@ -4,7 +4,9 @@ import functools
 import random
 from contextlib import closing
 
+import envs_foreign
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 
@@ -219,3 +221,17 @@ def test_film_of_pictures_that_change_size(tmp_path):
     with pytest.raises(ppo.GameError, match="no film.* same size"):
         ppo.evaluate_run(ppo.parse_args(["--eval", str(run.run_dir), "--video"]))
     assert not list(run.run_dir.glob("*.mp4"))
+
+
+def test_exported_policy_of_a_float64_box(tmp_path):
+    """Its actions are those that the env gets, inside the Box in float64, on its bounds too."""
+    run = ppo.train(parse(ppo, tmp_path, "Valve"))
+    state = ppo.Checkpoint(run.run_dir).read()
+    for bias, bound in ((-9.0, -0.1), (9.0, 0.3)):
+        state["model"]["head.mean.bias"].fill_(bias)
+        torch.save(state, run.run_dir / "checkpoint.pt")
+        ppo.evaluate_run(ppo.parse_args(["--eval", str(run.run_dir), "--export-onnx"]))
+        session = onnxruntime.InferenceSession(run.run_dir / "policy.onnx")
+        (action,) = session.run(None, {"obs": np.zeros((1, 3), np.float32)})
+        assert action.dtype == np.float64 and action[0] == bound
+        assert envs_foreign.Valve.action_space.contains(action[0])
