@@ -1536,7 +1536,7 @@ def run_path(args):
     """Return the path of a new run's folder, with an underscore for what may not be in a name."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     script = Path(__file__).stem
-    name = args.run_name or f"{args.env[-100:]}__{script}__{args.seed}__{stamp}"
+    name = args.run_name or f"{Path(args.env).name[-100:]}__{script}__{args.seed}__{stamp}"
     return Path(args.log_dir) / re.sub(r"[^\w.=,+-]+", "_", name)
 
 
@@ -1632,7 +1632,7 @@ def evaluate_run(args):
     with closing(make_eval_pool(args, model)) as pool:
         returns, cut = evaluate(model, pool, generator)
         inputs = {name: pool.arrays[name][:1] for name in model.inputs if name != "starts"}
-    what = f"{len(returns)} episodes of {args.env}"
+    what = f"{len(returns)} episodes of {Path(args.env).name}"
     if "eval_level" in args:
         what += f" level {args.eval_level}"
     if cut:

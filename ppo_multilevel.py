@@ -142,6 +142,7 @@ def add_own_options(parser):
     positive = real(1e-300)
     add(
         "--env",
+        type=env_name,
         default="ResSim-v1",
         help="ResSim-v1 to -v4 (log σ -2.9), file.py:make, module:make",
     )
@@ -1450,6 +1451,10 @@ def load_make(name):
         return getattr(importlib.import_module(module), function)
 
     path = Path(module)
+    if not path.exists():  # the run may be from another machine
+        path = Path(path.name)
+    if not path.exists():
+        raise ValueError(f"argument --env: there is no file {module}")
     sys.path.append(str(path.resolve().parent))  # where the modules lie that the file imports
     spec = importlib.util.spec_from_file_location(f"simulation_{path.stem}", path)
     loaded = importlib.util.module_from_spec(spec)
@@ -1495,7 +1500,7 @@ class Game:
     """
 
     def __init__(self, args, level, n, seed, arrays, video=None, **options):
-        self.name = f"{args.env} level {level}"
+        self.name = f"{Path(args.env).name} level {level}"
         self.n = n
         self.seed = seed
         self.random = None  # the generator of the seeds that a pair without map_from shares
@@ -2681,7 +2686,7 @@ def run_path(args):
     """Return the path of a new run's folder, with an underscore for what may not be in a name."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     script = Path(__file__).stem
-    name = args.run_name or f"{args.env[-100:]}__{script}__{args.seed}__{stamp}"
+    name = args.run_name or f"{Path(args.env).name[-100:]}__{script}__{args.seed}__{stamp}"
     return Path(args.log_dir) / re.sub(r"[^\w.=,+-]+", "_", name)
 
 
@@ -2795,7 +2800,7 @@ def evaluate_run(args):
     with closing(make_eval_pool(args, model)) as pool:
         returns, cut = evaluate(model, pool, generator)
         inputs = {name: pool.arrays[name][:1] for name in model.inputs if name != "starts"}
-    what = f"{len(returns)} episodes of {args.env}"
+    what = f"{len(returns)} episodes of {Path(args.env).name}"
     if "eval_level" in args:
         what += f" level {args.eval_level}"
     if cut:
@@ -3854,6 +3859,14 @@ def number(kind, low, high):
 
     parse.__name__ = f"{kind.__name__} from {low} to {high}"  # argparse says "invalid int from"
     return parse
+
+
+def env_name(text):
+    """Return --env with the path of its file made absolute: an env may change the folder."""
+    module, _, function = text.rpartition(":")
+    if module.endswith(".py"):
+        return f"{os.path.abspath(module)}:{function}"
+    return text
 
 
 def or_auto(kind):

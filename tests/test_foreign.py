@@ -235,3 +235,41 @@ def test_exported_policy_of_a_float64_box(tmp_path):
         (action,) = session.run(None, {"obs": np.zeros((1, 3), np.float32)})
         assert action.dtype == np.float64 and action[0] == bound
         assert envs_foreign.Valve.action_space.contains(action[0])
+
+
+WANDERER = """
+import os
+import envs_foreign
+
+class Wanderer(envs_foreign.Small):
+    def __init__(self, level):
+        os.chdir("/")
+"""
+
+
+def test_file_after_a_change_of_folder(tmp_path, monkeypatch, capsys):
+    """A path of --env is that of the folder where the run was started, in spawned workers, too.
+
+    From elsewhere --eval finds the file, or one of its name in the current folder.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ml, "WorkerPool", functools.partial(ml.WorkerPool, start_method="spawn"))
+    file = tmp_path / "wanderer.py"
+    file.write_text(WANDERER)
+    options = [*SMALL, *LEVELS, "--num-steps", "10", "--num-iterations", "1", "--num-workers", "1"]
+    options += ["--env", "wanderer.py:Wanderer", "--log-dir", str(tmp_path / "runs")]
+    run = ml.train(ml.parse_args(options))
+    assert run.run_dir.name.startswith("wanderer.py_Wanderer__ppo_multilevel__1__")
+
+    words = ["--eval", str(run.run_dir), "--num-workers", "0"]
+    ml.evaluate_run(ml.parse_args(words))  # in the folder "/" now
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    file.rename("wanderer.py")
+    ml.load_make.cache_clear()
+    ml.evaluate_run(ml.parse_args(words))
+    monkeypatch.chdir(tmp_path)
+    ml.load_make.cache_clear()
+    with pytest.raises(SystemExit):
+        ml.parse_args(words)
+    assert f"there is no file {file}" in capsys.readouterr().err
