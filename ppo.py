@@ -914,7 +914,7 @@ def is_plain(model):
 def make_env(env_id, **options):
     """Return the env, observations as vectors; ValueError if its observations cannot be."""
     if "ALE/" in env_id:
-        raise ValueError("Atari games are for ppo_atari.py, which takes the same --env")
+        raise ValueError("argument --env: Atari games are for ppo_atari.py")
     if ".py:" in env_id:
         raise ValueError(f"argument --env: {env_id} should be module:id, without .py")
     env = gym.make(env_id, **options)
@@ -960,15 +960,16 @@ def action_mask(env, info):
     """
     if "action_mask" in info:
         mask = flat(info["action_mask"])
-    elif env.has_wrapper_attr("action_masks") and callable(env.get_wrapper_attr("action_masks")):
-        mask = flat(env.get_wrapper_attr("action_masks")())
     else:
-        raise ValueError(MASK_NEEDED)
+        method = env.has_wrapper_attr("action_masks") and env.get_wrapper_attr("action_masks")
+        if not callable(method):
+            raise ValueError(MASK_NEEDED)
+        mask = flat(method())
 
     choices = num_choices(env.action_space)
     begins = np.cumsum([0, *choices[:-1]])
-    are_flags = len(mask) == sum(choices) and np.isin(mask, (0, 1)).all()  # NaN is in no set
-    if not are_flags or not np.logical_or.reduceat(mask, begins).all():
+    are_flags = ((mask == 0) | (mask == 1)).all()
+    if len(mask) != sum(choices) or not are_flags or not np.logical_or.reduceat(mask, begins).all():
         raise ValueError(f"action mask {mask}: not {sum(choices)} flags, or no action is allowed")
     return mask.astype(bool)
 
@@ -1163,10 +1164,13 @@ def step_env(env, action):
 def check_step(reward, terminated, truncated):
     """Raise ValueError unless a step returned a number and two flags; arrays are neither."""
     is_number = isinstance(reward, numbers.Real) or getattr(reward, "shape", None) == ()
-    for flag in (terminated, truncated):
-        is_array = getattr(flag, "shape", ()) != ()
-        if is_array or flag not in (True, False) or not is_number:
-            raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
+    if not is_number or not is_flag(terminated) or not is_flag(truncated):
+        raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
+
+
+def is_flag(value):
+    """Whether a value is true or false, and no array."""
+    return getattr(value, "shape", ()) == () and value in (True, False)
 
 
 def random_state(env):
@@ -1201,9 +1205,9 @@ class Games:
     """The games of one process, those in `rows` of all N, and the model that plays them."""
 
     def __init__(self, args, model, seeds, rows, arrays, buffer, **options):
-        seed_generators(args.seed, RANK, rows[0])
         own = slice(rows[0], rows[-1] + 1)
         self.first_row = rows[0]
+        self.seed(args.seed)
         self.model = model
         self.arrays = {name: array[own] for name, array in arrays.items()}
         self.buffer = {name: array[:, own] for name, array in buffer.items()}
@@ -1278,7 +1282,7 @@ def seed_generators(*entropy):
 
 @contextmanager
 def kept_generators():
-    """Leave these generators of this process as they were before the block."""
+    """Leave the generators of this process as they were before the block."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     torch_state = torch.get_rng_state()
@@ -1947,18 +1951,10 @@ def evaluate(model, pool, generator=None, run=None):
     Returns the returns (E,), and how many episodes were cut off: after EVAL_STEPS, or because the
     `run` was asked to stop.
     """
-    with kept_generators():
-        pool.call("seed", EVAL_SEED)
-        pool.call("start")
-        play_episodes(model, pool, generator, run)
-    arrays = pool.arrays
-    return first_returns(arrays), int((~arrays["finished"]).sum())
-
-
-def play_episodes(model, pool, generator, run):
-    """Play on until every game has ended an episode, or is cut off, see `evaluate`."""
     arrays = pool.arrays
     sample = generator is not None
+    pool.call("seed", EVAL_SEED)
+    pool.call("start")
     for done in range(0, EVAL_STEPS, EVAL_CHUNK):
         if run is not None and run.signal:
             break
@@ -1969,6 +1965,8 @@ def play_episodes(model, pool, generator, run):
         pool.play(model, num_steps, sample=sample, first_episodes=True)
         if arrays["finished"].all():
             break
+
+    return first_returns(arrays), int((~arrays["finished"]).sum())
 
 
 def first_returns(arrays):
@@ -2258,7 +2256,9 @@ def uses_masks(parser, args, env):
 
     None: the env has none so far, and no option says that masks should be ignored.
     """
-    if args.action_masks is False or not args.action_masks and not num_choices(env.action_space):
+    if args.action_masks is False:
+        return False
+    if args.action_masks is None and not num_choices(env.action_space):
         return False
     has_masks = False
     if num_choices(env.action_space):

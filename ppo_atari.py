@@ -834,9 +834,9 @@ class Games:
     def __init__(self, args, model, seeds, rows, arrays, buffer, **options):
         if multiprocessing.parent_process():  # this is a worker, which has one core
             cv2.setNumThreads(1)
-        seed_generators(args.seed, RANK, rows[0])
         own = slice(rows[0], rows[-1] + 1)
         self.first_row = rows[0]
+        self.seed(args.seed)
         self.model = model
         self.arrays = {name: array[own] for name, array in arrays.items()}
         self.buffer = {name: array[:, own] for name, array in buffer.items()}
@@ -911,7 +911,7 @@ def seed_generators(*entropy):
 
 @contextmanager
 def kept_generators():
-    """Leave these generators of this process as they were before the block."""
+    """Leave the generators of this process as they were before the block."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     torch_state = torch.get_rng_state()
@@ -1593,18 +1593,10 @@ def evaluate(model, pool, generator=None, run=None):
     Returns the returns (E,), and how many episodes were cut off: after EVAL_STEPS, or because the
     `run` was asked to stop.
     """
-    with kept_generators():
-        pool.call("seed", EVAL_SEED)
-        pool.call("start")
-        play_episodes(model, pool, generator, run)
-    arrays = pool.arrays
-    return first_returns(arrays), int((~arrays["finished"]).sum())
-
-
-def play_episodes(model, pool, generator, run):
-    """Play on until every game has ended an episode, or is cut off, see `evaluate`."""
     arrays = pool.arrays
     sample = generator is not None
+    pool.call("seed", EVAL_SEED)
+    pool.call("start")
     for done in range(0, EVAL_STEPS, EVAL_CHUNK):
         if run is not None and run.signal:
             break
@@ -1615,6 +1607,8 @@ def play_episodes(model, pool, generator, run):
         pool.play(model, num_steps, sample=sample, first_episodes=True)
         if arrays["finished"].all():
             break
+
+    return first_returns(arrays), int((~arrays["finished"]).sum())
 
 
 def first_returns(arrays):

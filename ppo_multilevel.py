@@ -1620,10 +1620,13 @@ def step_env(env, action):
 def check_step(reward, terminated, truncated):
     """Raise ValueError unless a step returned a number and two flags; arrays are neither."""
     is_number = isinstance(reward, numbers.Real) or getattr(reward, "shape", None) == ()
-    for flag in (terminated, truncated):
-        is_array = getattr(flag, "shape", ()) != ()
-        if is_array or flag not in (True, False) or not is_number:
-            raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
+    if not is_number or not is_flag(terminated) or not is_flag(truncated):
+        raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
+
+
+def is_flag(value):
+    """Whether a value is true or false, and no array."""
+    return getattr(value, "shape", ()) == () and value in (True, False)
 
 
 def state_keeper(env):
@@ -1657,9 +1660,9 @@ class Games:
     """
 
     def __init__(self, args, model, levels, seeds, rows, arrays, buffer, **options):
-        seed_generators(args.seed, RANK, rows[0])
         own_rows = slice(rows[0], rows[-1] + 1)
         self.first_row = rows[0]
+        self.seed(args.seed)
         self.model = model
         self.arrays = {name: array[:, :, own_rows] for name, array in arrays.items()}
         self.noise = buffer["noise"][:, own_rows]  # (T, N, ·), one for both roles
@@ -1953,7 +1956,7 @@ def seed_generators(*entropy):
 
 @contextmanager
 def kept_generators():
-    """Leave these generators of this process as they were before the block."""
+    """Leave the generators of this process as they were before the block."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     torch_state = torch.get_rng_state()
@@ -2435,7 +2438,8 @@ class Run(AbstractContextManager):
 
     def check(self):
         """Play the episodes of a check, and charge them. Returns their returns, (E,)."""
-        ranks = gathered_objects(evaluate(self.model, self.check_pool))
+        with kept_generators():
+            ranks = gathered_objects(evaluate(self.model, self.check_pool))
         returns = np.concatenate([returns for returns, _ in ranks])
         cut = sum(cut for _, cut in ranks)
         self.charge(self.check_pool, side_by_side=True)
@@ -2486,7 +2490,8 @@ class Run(AbstractContextManager):
         if not unchanged:
             self.evaluated_best = best
             self.result.load_state_dict(best or self.model.state_dict())
-            self.evaluated = evaluate(self.result, self.eval_pool, run=self)
+            with kept_generators():
+                self.evaluated = evaluate(self.result, self.eval_pool, run=self)
         if not self.signal:
             returns, cut = self.evaluated
             row["eval_return"] = float(returns.mean())
@@ -2761,18 +2766,10 @@ def evaluate(model, pool, generator=None, run=None):
     Returns the returns (E,), and how many episodes were cut off: after EVAL_STEPS, or because the
     `run` was asked to stop.
     """
-    with kept_generators():
-        pool.call("seed", EVAL_SEED)
-        pool.call("start")
-        play_episodes(model, pool, generator, run)
-    arrays = pool.arrays
-    return first_returns(arrays), int((~arrays["finished"]).sum())
-
-
-def play_episodes(model, pool, generator, run):
-    """Play on until every game has ended an episode, or is cut off, see `evaluate`."""
     arrays = pool.arrays
     sample = generator is not None
+    pool.call("seed", EVAL_SEED)
+    pool.call("start")
     for done in range(0, EVAL_STEPS, EVAL_CHUNK):
         if run is not None and run.signal:
             break
@@ -2783,6 +2780,8 @@ def play_episodes(model, pool, generator, run):
         pool.play(model, num_steps, sample=sample, first_episodes=True)
         if arrays["finished"].all():
             break
+
+    return first_returns(arrays), int((~arrays["finished"]).sum())
 
 
 def first_returns(arrays):

@@ -2,7 +2,6 @@
 
 import functools
 import random
-from contextlib import closing
 
 import envs_foreign
 import numpy as np
@@ -114,26 +113,6 @@ def test_spawned_workers_are_seeded(tmp_path, monkeypatch):
     first = returns_of(ppo, tmp_path, "Lottery-python", "--num-workers", "1")
     second = returns_of(ppo, tmp_path, "Lottery-python", "--num-workers", "1")
     assert first[0] == second[0]
-
-
-def test_workers_and_ranks_draw_other_numbers(tmp_path, monkeypatch):
-    """Workers and ranks do not draw the same numbers, and all follow the seed."""
-
-    def drawn(*options):
-        args = parse(ppo, tmp_path, "Lottery-numpy", *options)
-        model = ppo.make_model(args)
-        with closing(ppo.make_pool(args, model, ppo.game_seeds(args, 0), 2)) as pool:
-            pool.call("start")
-            pool.play(model, 10)
-            return pool.buffer["rewards"].copy()
-
-    first = drawn()
-    assert np.array_equal(drawn(), first)
-    assert not np.isin(first[:, 0], first[:, 1]).any()
-    assert not np.isin(drawn("--seed", "2"), first).any()
-    monkeypatch.setattr(ppo, "RANK", 1)
-    monkeypatch.setattr(ppo, "game_seeds", lambda args, starts: np.array([5, 6]))
-    assert not np.isin(drawn(), first).any()
 
 
 @pytest.mark.parametrize("script", [ppo, ppo_atari, ml])

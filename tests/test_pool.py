@@ -4,6 +4,7 @@ import functools
 import json
 import multiprocessing
 import os
+import random
 import re
 import shutil
 import signal
@@ -544,6 +545,36 @@ ENDS = [
     for script in SCRIPTS
     for how in HOWS
 ]
+
+
+class Drawer:
+    """A game that draws by the generators of `random`, NumPy and torch, not by one of its own."""
+
+    def __init__(self, *_, **options):
+        self.drawn = (random.random(), np.random.random(), float(torch.rand(())))
+
+    def get_state(self):
+        return self.drawn
+
+
+def test_workers_draw_other_numbers(script, tmp_path, monkeypatch):
+    """Generators that games share are not the same in all workers, and follow the seed."""
+    monkeypatch.setattr(script, "Game", Drawer)
+    monkeypatch.setattr(script.Games, "close", lambda games: None)
+    model = make_model(script, parse(script, tmp_path))
+
+    def drawn(seed):
+        args = parse(script, tmp_path, "--seed", str(seed), "--num-envs", "4")
+        with closing(make_pool(script, args, model, 4)) as pool:
+            return np.array(sum(pool.call("get_state"), [])).reshape(-1, 3)
+
+    first, again, other = drawn(1), drawn(1), drawn(2)
+    assert len(first) >= 4 and len(np.unique(first)) == first.size
+    assert len(np.unique(np.concatenate([first, other]))) == 2 * first.size
+    assert np.array_equal(first, again)
+    monkeypatch.setattr(script, "NUM_RANKS", 2)
+    monkeypatch.setattr(script, "RANK", 1)
+    assert not np.isin(drawn(1), first).any()
 
 
 class Solvers:

@@ -445,7 +445,7 @@ def test_no_action_masks(tmp_path):
     """--no-action-masks, or an env without a mask: neither games nor model know of any."""
     for env, *options in (["Masked-multi-info", "--no-action-masks"], ["CartPole-v1"]):
         args, model, pool = started(tmp_path, env, *options)
-        assert not args.action_masks
+        assert args.action_masks is (False if options else None)  # None: not chosen
         assert "action_mask" not in pool.arrays and model.inputs == ["obs"]
     with pytest.raises(ppo.GameError, match="forbidden"):
         ppo.train(parse(tmp_path, "Masked-multi-info", "--no-action-masks"))

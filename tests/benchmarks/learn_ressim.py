@@ -4,6 +4,8 @@
     python tests/benchmarks/learn_ressim.py --runs v1-3level    # one of them
     python tests/benchmarks/learn_ressim.py --collect           # copy finished runs to results/
 
+Runs of ks and gl need the package controlgym, see tests/examples/controlgym_pde.py.
+
 Every run has one core (--num-workers 0). `--collect` writes results/ressim/<run>__<seed>.csv, the
 rows with an evaluation, and results/ressim/runs.json, where they come from. What is there of runs
 that are not in RUNS_DIR stays. A run that was stopped is resumed.
@@ -71,7 +73,8 @@ ITERATIONS = {1: 300, 2: 300, 3: 200, 4: 150, 5: 150}
 # All runs of a simulation of controlgym are as long, in finest steps, and have these options.
 LENGTHS = {"ks": 40_000, "gl": 100_000}
 CONTROLGYM = "--num-envs 16 --norm-value --init-log-std -1.5 --gamma 0.95 --learning-rate 1e-3 "
-CONTROLGYM += "--update-epochs 10 --eval-episodes 8 --check-episodes 8 "
+CONTROLGYM += "--update-epochs 10 --target-kl 0.05 --num-steps 50 --num-workers 0 "
+CONTROLGYM += "--eval-episodes 8 --check-episodes 8 "
 CLASSES = {"ks": "KuramotoSivashinsky", "gl": "GinzburgLandau"}
 
 
@@ -90,8 +93,8 @@ def simulation(case, levels):
 
 def controlgym(case):
     """Return the runs that are compared on a simulation of controlgym: {name: options}."""
-    options = f"{SAME}{CONTROLGYM}--total-cost {LENGTHS[case]} "
-    every = f"{simulation(case, [1, 2, 3])}{options}--levels 1 2 3"
+    options = f"{CONTROLGYM}--total-cost {LENGTHS[case]} "
+    every = f"{simulation(case, [1, 2, 3])}{options}--levels 1 2 3 --eval-every 5"
     runs = {f"{case}-adaptive": every, f"{case}-multigrid": f"multigrid {every}"}
     for level, eval_every in {1: 40, 2: 10, 3: 4}.items():
         levels = sorted({level, 3})

@@ -2,7 +2,8 @@
 
     pip install --no-deps controlgym==1.0.0
     python ppo_multilevel.py --env tests/examples/controlgym_pde.py:KuramotoSivashinsky \\
-        --levels 1 2 3 --num-envs 16 --norm-value --init-log-std -0.5
+        --levels 1 2 3 --num-envs 16 --norm-value --init-log-std -1.5 --gamma 0.95 \\
+        --learning-rate 1e-3 --update-epochs 10
 
 Eight controls push a periodic field u(x, t) towards 0, and sixteen sensors see it. The reward is
 minus the mean square of the field, and a tenth of that of the controls. The finest level has the
