@@ -534,7 +534,9 @@ def make_model(args):
     with closing(make_env(args.env)) as env:
         model = Model(env.observation_space.shape[0], env.action_space, args)
     device = "cpu" if args.device == "auto" else args.device
-    return model.to(device, torch.float32)  # an env's library may have set another default
+    model = model.to(device, torch.float32)  # an env's library may have set another default
+    model.obs_norm.double()  # float32 cannot tell one second since 1970 from the next
+    return model
 
 
 class Model(nn.Module):
@@ -804,7 +806,10 @@ class Memory(nn.Module):
 
 
 class RunningNorm(nn.Module):
-    """(x − μ) / σ with the mean and standard deviation of all rows seen; saved with the model."""
+    """(x − μ) / σ with the mean and standard deviation of all rows seen; saved with the model.
+
+    An entry that varies by no more than rounding has σ = 1, so that it is only shifted.
+    """
 
     def __init__(self, shape=(), limit=math.inf):
         super().__init__()
@@ -815,8 +820,10 @@ class RunningNorm(nn.Module):
 
     @property
     def std(self):
-        """σ, at least 1e-4."""
-        return (self.var + 1e-8).sqrt()
+        """σ, or 1 if the rows were all the same."""
+        std = self.var.sqrt()
+        rounding = torch.finfo(std.dtype).eps * self.mean.abs()
+        return torch.where(std > 10 * rounding, std, 1.0)
 
     def update(self, rows):
         """Add rows (M, ...): the moments of two sets are combined as in Chan et al. 1983."""
@@ -829,8 +836,9 @@ class RunningNorm(nn.Module):
         self.mean += delta * share
 
     def forward(self, x):
-        """Return (x − μ) / σ, clipped at ±limit."""
-        return ((x - self.mean) / self.std).clamp(-self.limit, self.limit)
+        """Return (x − μ) / σ, clipped at ±limit, as float32."""
+        x = (x - self.mean) / self.std
+        return x.clamp(-self.limit, self.limit).float()
 
     def restored(self, x):
         """Return μ + σ x, what `forward` would make x of, but for its clipping."""
@@ -881,7 +889,7 @@ def fast_act(model):
     def act(arrays, noise=None):
         h = arrays["obs"]
         if normalising:
-            h = ((h - mean) / std).clip(-norm.limit, norm.limit)
+            h = ((h - mean) / std).clip(-norm.limit, norm.limit).astype(np.float32)
         for W, b in zip(weights[:-1], biases[:-1]):
             h = np.tanh(h @ W + b)
         actions = h @ weights[-1] + biases[-1]  # logits, or means
@@ -1113,7 +1121,8 @@ class Game:
             state_keeper(self.env).set_state(state["env"])
         else:
             obs = self.replay(obs, state)
-            if not np.array_equal(np.float32(obs), self.arrays["obs"][self.n], equal_nan=True):
+            shown = self.arrays["obs"][self.n]
+            if not np.array_equal(np.asarray(obs, shown.dtype), shown, equal_nan=True):
                 raise ValueError("playing its actions again led elsewhere")
         self.seed = state["seed"]
         self.random_state = state["random_state"]
@@ -1310,10 +1319,11 @@ def make_pool(args, model, seeds, num_workers, num_steps=None, **options):
     D = (model.obs_dim,)
     A = model.head.shape
     S = (model.memory.size,) if model.memory else ()
+    obs_type = "float64" if args.norm_obs else "float32"
     action_type = "int64" if num_choices(model.action_space) else "float32"
 
     # Shape and type of what one game shows and does.
-    entries = {"obs": (D, "float32"), "next_obs": (D, "float32"), "actions": (A, action_type)}
+    entries = {"obs": (D, obs_type), "next_obs": (D, obs_type), "actions": (A, action_type)}
     for name in ("rewards", "discounted"):
         entries[name] = ((), "float32")
     for name in ("terminated", "truncated", "ended", "finished", "starts"):
@@ -2160,6 +2170,7 @@ def parse_args(argv=None):
     rows = args.num_envs * args.num_steps
     check_rows(parser, args, rows)
     check_normalised(parser, args, rows)
+    check_norm_obs(parser, args)
     if args.total_timesteps or args.num_iterations is None:
         args.num_iterations = max(1, (args.total_timesteps or 500_000) // rows)
     return args
@@ -2305,6 +2316,12 @@ def check_normalised(parser, args, num_rows):
     parts = {"minibatch": args.num_minibatches, "batch": 1, "off": 0}
     if num_rows == parts[args.norm_adv]:
         parser.error(f"argument --num-minibatches: --norm-adv {args.norm_adv} needs 2 rows")
+
+
+def check_norm_obs(parser, args):
+    """Refuse to normalise observations on a device that has no float64."""
+    if args.norm_obs and args.device.startswith("mps"):
+        parser.error("argument --norm-obs: needs float64, which mps lacks; use --device cpu")
 
 
 def one_line(error):

@@ -1,5 +1,6 @@
 """Environments as other people write them: ids `envs_foreign:<id>-v0`, or classes for levels."""
 
+import decimal
 import random
 
 import gymnasium as gym
@@ -71,6 +72,30 @@ class Lottery(Small):
 
     def pay(self, action):
         return self.draw()
+
+
+class Bit(Small):
+    """One number far from 1 tells which of two actions pays."""
+
+    VALUES = {
+        "nano": (-1e-9, 1e-9),
+        "epoch": (1.7e9, 1.7e9 + 60),  # seconds since 1970
+        "utm": (4.5e6, 4.5e6 + 0.2),  # metres on a map
+    }
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, scale="epoch", level=1):
+        self.values = self.VALUES[scale]
+
+    def see(self):
+        self.bit = int(self.np_random.integers(2))
+        return np.array([self.values[self.bit], self.values[1]])  # the second is constant
+
+    def step(self, action):
+        reward = float(action == self.bit)
+        self.t += 1
+        return self.see(), reward, False, self.t == 20, {}
 
 
 class Int32(Small):
@@ -163,10 +188,14 @@ ENVS = {
     "Lottery-numpy": (Lottery, {"draw": "numpy"}),
     "Lottery-python": (Lottery, {"draw": "python"}),
     "Lottery-torch": (Lottery, {"draw": "torch"}),
+    "Bit-nano": (Bit, {"scale": "nano"}),
+    "Bit-epoch": (Bit, {"scale": "epoch"}),
+    "Bit-utm": (Bit, {"scale": "utm"}),
     "Int32": (Int32, {}),
     "Reward-none": (Reward, {"reward": None}),
     "Reward-list": (Reward, {"reward": [1.0]}),
     "Reward-tuple": (Reward, {"reward": (1.0,)}),
+    "Reward-decimal": (Reward, {"reward": decimal.Decimal(1)}),
     "OldReset": (OldReset, {}),
     "OldStep": (OldStep, {}),
     "Shop-flags": (Shop, {"mask": [1, 1, 0]}),

@@ -143,7 +143,7 @@ def test_old_api(script, name, tmp_path):
     assert "reset must return (obs, info), step (obs, reward, terminated," in first_line
 
 
-@pytest.mark.parametrize("kind", ["none", "list", "tuple"])
+@pytest.mark.parametrize("kind", ["none", "list", "tuple", "decimal"])
 def test_rewards_that_are_no_numbers(kind, tmp_path):
     """They are named as arrays are."""
     with pytest.raises(ppo.GameError, match="failed in step: ValueError: not a number and two fl"):
@@ -214,6 +214,46 @@ def test_exported_policy_of_a_float64_box(tmp_path):
         (action,) = session.run(None, {"obs": np.zeros((1, 3), np.float32)})
         assert action.dtype == np.float64 and action[0] == bound
         assert envs_foreign.Valve.action_space.contains(action[0])
+
+
+LEARN = (
+    "--norm-obs --hidden 32 --num-envs 8 --num-steps 60 --num-minibatches 4 --update-epochs 4 "
+    "--learning-rate 1e-2"
+)
+
+
+@pytest.mark.parametrize("scale, workers", [("nano", 0), ("epoch", 1), ("utm", 0)])
+def test_observations_of_any_scale(scale, workers, tmp_path):
+    """--norm-obs sees what differs by 1e-9 in all, or by 1e-8 of its size; so does its ONNX."""
+    options = [*LEARN.split(), "--num-iterations", "30", "--num-workers", str(workers)]
+    run = ppo.train(parse(ppo, tmp_path, f"Bit-{scale}", *options))
+    assert run.history[-1]["episodic_return"] > 18  # of 20, by chance 10
+    assert run.model.obs_norm.std[1] == 1  # of a constant
+
+    returns = ppo.evaluate_run(ppo.parse_args(["--eval", str(run.run_dir), "--export-onnx"]))
+    assert (returns == 20).all()
+    session = onnxruntime.InferenceSession(run.run_dir / "policy.onnx")
+    low, high = envs_foreign.Bit.VALUES[scale]
+    (actions,) = session.run(None, {"obs": np.array([[low, high], [high, high]])})
+    assert actions.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("schedule", ["adaptive", "together"])
+def test_observations_of_any_scale_on_levels(schedule, tmp_path):
+    """The same of levels: seconds since 1970 that differ by a minute."""
+    options = [*LEARN.split(), "--num-iterations", "60", "--schedule", schedule]
+    run = ml.train(parse(ml, tmp_path, "Bit", *options))
+    returns = ml.evaluate_run(ml.parse_args(["--eval", str(run.run_dir)]))
+    assert (returns == 20).all()
+
+
+@both
+def test_no_float64_on_mps(script, tmp_path, monkeypatch, capsys):
+    """--norm-obs on a device without float64 is refused in a line."""
+    monkeypatch.setattr(script, "check_device", lambda args: None)
+    with pytest.raises(SystemExit):
+        parse(script, tmp_path, "Bit-utm" if script is ppo else "Bit", "--norm-obs", "--device=mps")
+    assert "--norm-obs: needs float64" in capsys.readouterr().err
 
 
 WANDERER = """
