@@ -1216,7 +1216,7 @@ class Games:
     def __init__(self, args, model, seeds, rows, arrays, buffer, **options):
         own = slice(rows[0], rows[-1] + 1)
         self.first_row = rows[0]
-        self.seed(args.seed)
+        self.seed(int(seeds[0]))
         self.model = model
         self.arrays = {name: array[own] for name, array in arrays.items()}
         self.buffer = {name: array[:, own] for name, array in buffer.items()}

@@ -1670,7 +1670,7 @@ class Games:
     def __init__(self, args, model, levels, seeds, rows, arrays, buffer, **options):
         own_rows = slice(rows[0], rows[-1] + 1)
         self.first_row = rows[0]
-        self.seed(args.seed)
+        self.seed(int(seeds[OWN, 0, 0]))
         self.model = model
         self.arrays = {name: array[:, :, own_rows] for name, array in arrays.items()}
         self.noise = buffer["noise"][:, own_rows]  # (T, N, ·), one for both roles

@@ -107,6 +107,17 @@ def test_global_generators_of_levels(tmp_path):
     assert len({*checks}) == 1  # the same episodes each time: no luck in a gain
 
 
+@both
+def test_global_generators_of_a_resumed_run(script, tmp_path):
+    """A run that goes on does not draw the numbers of its first iterations again."""
+    name = "Lottery-numpy" if script is ppo else "Lottery"
+    run = script.train(parse(script, tmp_path, name))
+    argv = ["--resume", str(run.run_dir), "--num-iterations", "4", "--quiet"]
+    run = script.train(script.parse_args(argv))
+    returns = [episode[0] for episode in run.recent]
+    assert len({*returns}) == len(returns) >= 8
+
+
 def test_spawned_workers_are_seeded(tmp_path, monkeypatch):
     """A spawned worker has not the main process's generators."""
     monkeypatch.setattr(ppo, "WorkerPool", functools.partial(ppo.WorkerPool, start_method="spawn"))
