@@ -2334,14 +2334,16 @@ class Run(AbstractContextManager):
             args.level_costs = gathered_objects(measured_costs(args, self.model))[0]
         if not any(getattr(args, option) for option in LENGTHS):
             args.total_cost = default_cost(args)
-        seeds = game_seeds(args, self.starts)
-        self.pool = self.opened(make_pool(args, self.model, seeds, args.num_workers))
         if args.schedule == "adaptive":
             self.check_pool = self.opened(make_check_pool(args, self.model))
+        if RANK == 0 and args.eval_every:
+            pictures = {"render_mode": "rgb_array"} if args.env in CASES else {}
+            self.eval_pool = self.opened(make_eval_pool(args, self.result, **pictures))
+
+        # The games of training are made last, since each pool seeds this process's generators.
+        seeds = game_seeds(args, self.starts)
+        self.pool = self.opened(make_pool(args, self.model, seeds, args.num_workers))
         if RANK == 0:
-            if args.eval_every:
-                pictures = {"render_mode": "rgb_array"} if args.env in CASES else {}
-                self.eval_pool = self.opened(make_eval_pool(args, self.result, **pictures))
             self.logger.open(self.stack, self.counters["global_step"] + 1)
 
     def opened(self, pool):
