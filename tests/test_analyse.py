@@ -143,12 +143,11 @@ def test_table_and_csv(tmp_path, capsys):
     words = ["--analyse", *SMALL, "--env", "envs:make", "--levels", "1", "2", "3"]
     words += ["--level-costs", "10", "20", "30", "1", "--num-envs", "6"]
     rows = ml.analyse(ml.parse_args([*words, "--log-dir", str(tmp_path)]))
-    out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("660 episodes of every level: about ")  # 10 times 11 rounds of 6
-    assert out[1].split()[:3] == ["level", "step_ms", "iteration_s"]
-    assert [row.split()[0] for row in out[2:5]] == ["1", "2", "3"] and len(out) == 6
+    out = capsys.readouterr().out.splitlines()[10:]  # after the ten measurements
+    assert out[0].split()[:3] == ["level", "step_ms", "iteration_s"]
+    assert [row.split()[0] for row in out[1:4]] == ["1", "2", "3"] and len(out) == 5
     (path,) = tmp_path.glob("*/analysis.csv")
-    assert out[5].endswith(str(path))
+    assert out[4].endswith(str(path))
     with path.open() as file:
         read = list(csv.DictReader(file))
     assert [row["level"] for row in read] == ["1", "2", "3"]
@@ -215,6 +214,8 @@ def test_simulation_that_fails(monkeypatch, tmp_path, capsys, where, measured):
         ("--levels 1 2 --level-costs 1 2", ("--level-costs",)),
         ("--levels 1 2 --eval nowhere", ("--analyse", "--eval")),
         ("nowhere", ("nowhere",)),
+        ("--coupling=step", ("--coupling", "only with --schedule together")),
+        ("--schedule=together --control=1", ("--control", "only with --schedule together")),
     ],
 )
 def test_wrong_options(tmp_path, capsys, options, words):
@@ -244,6 +245,51 @@ def test_starts_that_are_not_of_the_seed(reset, tmp_path, capsys, monkeypatch):
     analysed(tmp_path, "--env", f"{tmp_path}/mine.py:make")
     error = capsys.readouterr().err
     assert ("starts from one seed differ" in error) == ("seed" not in reset)
+
+
+class Hidden(Line):
+    """What an episode starts from does not show before the first step."""
+
+    def __init__(self, level, told):
+        super().__init__(level, lambda level, action, start: start + action[0])
+        self.told = told
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed, options=options)
+        if self.told:
+            self.start = self.np_random.normal(size=self.level)[-1]
+        return np.zeros_like(obs), info
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_levels_that_start_unlike_in_what_is_hidden(told, monkeypatch, tmp_path, capsys):
+    """First observations that are all the same tell nothing: those after a step are compared."""
+    env = install(monkeypatch, lambda level: Hidden(level, told))
+    monkeypatch.setattr(ml, "MEASUREMENTS", 1)
+    analysed(tmp_path, "--env", env)
+    assert ("levels start unlike" in capsys.readouterr().err) == told
+
+
+def test_analysis_that_is_stopped(monkeypatch, tmp_path, capsys):
+    """It has written and told what it has found, and how long the rest would take."""
+    real = ml.play_alike
+
+    def play_alike(model, pool, args, number):
+        if number == 3:
+            raise KeyboardInterrupt
+        return real(model, pool, args, number)
+
+    monkeypatch.setattr(ml, "play_alike", play_alike)
+    env = install(monkeypatch, lambda level: Line(level, lambda level, action, start: action[0]))
+    with pytest.raises(KeyboardInterrupt):
+        analysed(tmp_path, "--env", env)
+    (path,) = tmp_path.glob("*/analysis.csv")
+    with path.open() as file:
+        assert [float(row["rho"]) for row in csv.DictReader(file)] == pytest.approx([1, 1])
+    told = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in told] == [
+        f"measured {number} of 10 times: ρ 1.00 1.00" for number in (1, 2, 3)
+    ]
 
 
 @pytest.mark.parametrize("drawn, told", [(True, False), (True, True), (False, False)])
