@@ -1925,66 +1925,102 @@ def steps_in_batches(env):
     return False
 
 
-def measured_costs(args, model):
-    """Return the seconds of a step on each level, and of all else that an iteration does.
+def costs_of_run(args, model):
+    """Return the costs of a run's levels and of an update; in steps, where there is one level."""
+    if args.levels == [args.eval_level]:
+        return [1.0, 0.0]
+    return measured_costs(args, model)
 
-    The seconds of a step are those of all workers together; --eval-level has its own. Neither model
-    nor generators change.
+
+def measured_costs(args, model):
+    """Return the seconds of a step on each level, and of an update on the coarsest level's rows.
+
+    A step's seconds are those of all workers together, with its share of an episode's start.
+    --eval-level has its own. Neither model nor generators change.
     """
     levels = sorted({*args.levels, args.eval_level})
-    if len(levels) == 1 and args.analyse is None:
-        return [1.0, 0.0]
     own = {"levels": levels, "schedule": "adaptive", "target_kl": None}  # without partners
     args = argparse.Namespace(**vars(args) | own)
     model = copy.deepcopy(model)
     generator = torch.Generator()
-    seeds = game_seeds(args, 0)
 
-    with closing(make_pool(args, model, seeds, args.num_workers)) as pool:
-        warn_of_random_starts(model, pool)
-        costs = []
-        # The coarsest is the last: one whole iteration. On others few steps are enough, since an
-        # episode's start costs more, like that of a reservoir whose field is new.
-        for level in reversed(range(len(levels))):
-            num_steps = args.num_steps[0] if level == 0 else 2
-            for _ in range(2):  # the first time includes what is done once
-                cost, rest = measured_iteration(model, pool, level, num_steps, args, generator)
-            costs.insert(0, cost)
+    # One actor in each process is enough, unless actors are stepped together.
+    few = copy.copy(args)
+    few.num_envs = min(args.num_envs, max(1, args.num_workers) * NUM_RANKS)
+    with closing(make_env(args.env, levels[0])) as env:
+        if steps_in_batches(env):
+            few = args
+
+    with (
+        kept_generators(),
+        closing(make_pool(few, model, game_seeds(few, 0), args.num_workers)) as pool,
+    ):
+        warn_of_random_starts(model, pool, len(levels))  # also does what is done once
+        pool.call("start")
+        costs = [step_seconds(model, pool, level, generator) for level in range(len(levels))]
+        rest = update_seconds(model, pool, few, args, generator)
     if costs[0] > max(1.5 * costs[:2][-1], 0.01):  # below 10 ms it may be noise
         report(f"level {levels[0]} costs more than {levels[1]}: slow reset? --level-costs")
     return [*costs, rest]
 
 
-def measured_iteration(model, pool, level, num_steps, args, generator):
-    """Return the seconds of a step on a level, all workers together, and of all else.
+def step_seconds(model, pool, level, generator):
+    """Return the seconds of a step on a level, all workers together.
 
-    On the coarsest level all else includes an update.
+    All actors play an episode and start the next one; they take no more steps than an iteration.
     """
     gc.collect()  # now, not while time is taken: that may be as long as an update
+    draw_noise(model, pool, generator)
+    pool.arrays["seconds"][:] = 0
+    pool.arrays["steps"][:] = 0
+    pool.play(model, len(pool.buffer["noise"]), level=level, first_episodes=True)
+    seconds = pool.arrays["seconds"].sum() / max(1, len(pool.workers))
+    return float(seconds / pool.arrays["steps"].sum())
+
+
+def update_seconds(model, pool, few, args, generator):
+    """Return the seconds of all that an iteration on the coarsest level does besides simulation.
+
+    The pool has a `few` of the actors: their rows are repeated.
+    """
+    num_steps = args.num_steps[0]
     pool.arrays["seconds"][:] = 0
     started = time.perf_counter()
-    (buffer,), _ = rollout(model, pool, level, num_steps, args, generator)
-    batch = make_batch(buffer, model, args)
-    if level == 0:
+    (buffer,), _ = rollout(model, pool, 0, num_steps, few, generator)
+    simulated = float(pool.arrays["seconds"].sum()) / max(1, len(pool.workers))
+    playing = time.perf_counter() - started - simulated
+
+    copies = -(-args.num_envs // few.num_envs)  # rounded up
+    for name, column in buffer.items():
+        buffer[name] = torch.cat([column] * copies, dim=1)[:, : args.num_envs]
+    for _ in range(2):  # the first time includes what is done once
+        gc.collect()
         optimizer = make_optimizer(model, args)
+        started = time.perf_counter()
+        batch = make_batch(buffer, model, args)
         update(model, optimizer, batch, Plan([0], [num_steps], []), args, generator)
-
-    simulated = float(pool.arrays["seconds"][OWN, level].sum()) / max(1, len(pool.workers))
-    rest = time.perf_counter() - started - simulated
-    return simulated / len(batch["obs"]), max(0.0, rest)
+        learning = time.perf_counter() - started
+    return max(0.0, playing) + learning
 
 
-def warn_of_random_starts(model, pool):
+def draw_noise(model, pool, generator):
+    """Draw the noise of all actions that the pool's buffer has room for."""
+    noise = pool.buffer["noise"]
+    T, N, _ = noise.shape
+    noise[:] = model.head.noise(T * N, generator).view(noise.shape)
+
+
+def warn_of_random_starts(model, pool, num_levels):
     """Start the pool's games, and say so if the same seeds do not lead to the same states."""
     shown = []
     for _ in range(2):
         pool.call("start")
-        pool.buffer["noise"][:] = 0
-        pool.play(model, 1)
-        first = pool.buffer["obs"][OWN, 0]
-        after = pool.buffer["next_obs"][OWN, 0]
-        shown.append(np.concatenate([first, after], axis=-1))
-    if not np.allclose(*shown, 1e-4, 1e-6, equal_nan=True):
+        for level in range(num_levels):
+            pool.play(model, 1, level=level, sample=False)
+            for name in ("obs", "next_obs"):
+                shown.append(pool.buffer[name][OWN, 0].copy())
+    first, again = np.split(np.stack(shown), 2)
+    if not np.allclose(first, again, 1e-4, 1e-6, equal_nan=True):
         report("reset(seed) varies: README, Randomness")
 
 
@@ -2365,7 +2401,7 @@ class Run(AbstractContextManager):
             self.stack.callback(dist.destroy_process_group)
 
         if args.level_costs is None:
-            args.level_costs = gathered_objects(measured_costs(args, self.model))[0]
+            args.level_costs = gathered_objects(costs_of_run(args, self.model))[0]
         if not any(getattr(args, option) for option in LENGTHS):
             args.total_cost = default_cost(args)
         if args.schedule == "adaptive":

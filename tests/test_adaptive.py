@@ -856,31 +856,67 @@ def test_total_timesteps(tmp_path, schedule):
 def test_measured_costs(monkeypatch, num_workers):
     """Seconds per step, divided by the workers that there are: no more than actors."""
     args = ml.parse_args([*MADE, "--num-steps", "4", "--num-workers", str(num_workers)])
-    rollout = ml.rollout
-
-    def timed(model, pool, level, T, *rest):
-        result = rollout(model, pool, level, T, *rest)
-        pool.arrays["seconds"][:] = T
-        return result
-
-    monkeypatch.setattr(ml, "rollout", timed)
+    take_a_second(monkeypatch)
     assert ml.measured_costs(args, ml.make_model(args))[:2] == [1 / min(2, num_workers)] * 2
+
+
+def take_a_second(monkeypatch, coarse=1.0):
+    """Have every step of a game take a second, or another time on the coarsest level."""
+    play = ml.WorkerPool.play
+
+    def timed(pool, model, num_steps, level=0, **how):
+        play(pool, model, num_steps, level=level, **how)
+        pool.arrays["seconds"][:] = pool.arrays["steps"] * (1 if level else coarse)
+
+    monkeypatch.setattr(ml.WorkerPool, "play", timed)
 
 
 @pytest.mark.parametrize("coarse, told", [(0.1, False), (1.4, False), (1.6, True)])
 def test_coarse_steps_that_cost_more_are_told(monkeypatch, capsys, coarse, told):
-    """Resets count on the coarsest level only: slow ones make it look dear."""
+    """Perhaps it is the reset that does not get cheaper."""
     args = ml.parse_args([*MADE, "--num-steps", "4"])
-    rollout = ml.rollout
-
-    def timed(model, pool, level, T, *rest):
-        result = rollout(model, pool, level, T, *rest)
-        pool.arrays["seconds"][:] = T * (1 if level else coarse)
-        return result
-
-    monkeypatch.setattr(ml, "rollout", timed)
+    take_a_second(monkeypatch, coarse)
     ml.measured_costs(args, ml.make_model(args))
     assert ("slow reset? --level-costs" in capsys.readouterr().err) == told
+
+
+class Solver(gym.Env):
+    """Resets take 7 seconds, first steps 5, others 1, on level 2 ten times as long; 4 steps."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    clock = 0.0
+
+    def __init__(self, level):
+        self.factor = 10 ** (level - 1)
+
+    def take(self, seconds):
+        Solver.clock += seconds * self.factor
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        self.take(7)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.take(1 if self.t else 5)
+        self.t += 1
+        return np.zeros(1, np.float32), 0.0, self.t == 4, False, {}
+
+
+def test_costs_are_those_of_whole_episodes(monkeypatch):
+    """A step's cost includes its share of reset and first step, on all levels alike."""
+    monkeypatch.setattr(ml.time, "perf_counter", lambda: Solver.clock)
+    options = "--levels 1 2 --num-envs 6 --num-minibatches 2 --num-workers 0 --num-steps".split()
+    argv = ["--env", install(monkeypatch, Solver), *options]
+    for num_steps, cost in {50: (7 + 5 + 3) / 4, 2: (5 + 1) / 2}.items():
+        args = ml.parse_args([*argv, str(num_steps)])
+        began = Solver.clock
+        costs = ml.measured_costs(args, ml.make_model(args))
+        assert costs == [cost, 10 * cost, 0]
+        # One actor plays: it starts three times and after an episode, and plays an iteration.
+        assert Solver.clock - began < 11 * (4 * 7 + 2 * 5 + 15) + 4 * 50
 
 
 def test_measured_update(monkeypatch):
@@ -909,21 +945,22 @@ def test_another_level_of_evaluations(tmp_path):
     assert (returns[0] != returns[1]).any()
 
 
-def test_costs_are_of_steps_within_an_episode(monkeypatch):
+def test_costs_are_without_what_is_done_once(monkeypatch):
     """A reservoir's first step factors the matrix of its field: not while time is taken."""
     args = ml.parse_args("--env ResSim-v3 --levels 1 2 --num-envs 6 --num-workers 0".split())
-    rollout, factored = ml.rollout, []
+    step_seconds, factored = ml.step_seconds, []
 
     def counted(model, pool, level, *rest):
-        result = rollout(model, pool, level, *rest)
         grid = pool.games.own[level][0].env.grid
-        factored.append((level, len(grid.factored)))
-        return result
+        factored.append(len(grid.factored))
+        seconds = step_seconds(model, pool, level, *rest)
+        factored.append(len(grid.factored))
+        return seconds
 
-    monkeypatch.setattr(ml, "rollout", counted)
+    monkeypatch.setattr(ml, "step_seconds", counted)
     ml.Grid.cache_clear()
     ml.measured_costs(args, ml.make_model(args))
-    assert factored[0] == factored[1] and factored[0][0] == 1 and factored[0][1] > 0
+    assert factored[0] == factored[1] > 0 and factored[2] == factored[3] > 0
 
 
 def test_costs_are_measured_once(tmp_path):
