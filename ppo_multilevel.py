@@ -2334,6 +2334,8 @@ TAGS = {"sps": "charts/SPS"}
 TAGS |= {name: f"charts/{name}" for name in CHARTS}
 TAGS |= {name: f"losses/{name}" for name in LOSSES}
 TAGS |= {"sim_cost": "costs/sim_cost", "total_cost": "costs/total_cost"}
+# After so many iterations measured costs of levels are corrected by what was simulated since.
+CORRECTED_AFTER = [10, 30, 100, 300, 1000]
 SHOWN = ["level", "sps", "episodic_return", "check_return", "eval_return", "eval_cut"]
 
 
@@ -2362,6 +2364,8 @@ class Run(AbstractContextManager):
         self.signal = None
         self.saved = None  # the iteration of the last checkpoint
         self.began = None  # when the current iteration began
+        self.corrects_costs = False  # whether they were measured, for --schedule adaptive
+        self.simulated = np.zeros((2, len(args.levels)))  # seconds and steps on each level so far
         self.pools = []  # all pools that are open
         self.logger = Logger(self.run_dir, args)
         with ExitStack() as self.stack:  # it closes what is open if this block fails
@@ -2401,6 +2405,7 @@ class Run(AbstractContextManager):
             self.stack.callback(dist.destroy_process_group)
 
         if args.level_costs is None:
+            self.corrects_costs = args.schedule == "adaptive"
             args.level_costs = gathered_objects(costs_of_run(args, self.model))[0]
         if not any(getattr(args, option) for option in LENGTHS):
             args.total_cost = default_cost(args)
@@ -2495,6 +2500,7 @@ class Run(AbstractContextManager):
         """
         *costs, update = np.array(self.args.level_costs) / self.args.level_costs[-2]
         steps = pool.arrays["steps"]
+        self.note_simulated(pool)
         if side_by_side:
             longest = np.max(gathered_objects(steps.max(axis=-1)), axis=0)
             steps[:] = longest[..., np.newaxis]
@@ -2516,6 +2522,30 @@ class Run(AbstractContextManager):
         counts["total_cost"] = cost + updates * float(update)
         for name, count in counts.items():
             self.counters[name] += count
+
+    def note_simulated(self, pool):
+        """Add up how long the pool's games took since the last time, and their steps."""
+        for i, name in enumerate(("seconds", "steps")):
+            if pool is self.pool:
+                self.simulated[i] += pool.arrays[name][OWN].sum(axis=-1)
+            else:  # a check
+                self.simulated[i, -1] += pool.arrays[name].sum()
+
+    def correct_costs(self):
+        """Correct measured costs by what all ranks have simulated so far; return what is logged.
+
+        The finest level's own cost stays what it was, since the run's length is counted in its
+        steps. So does that of a level that was not simulated.
+        """
+        seconds, steps = np.sum(gathered_objects(self.simulated), axis=0)
+        costs = self.args.level_costs
+        finest = seconds[-1] / steps[-1]  # there was a check
+        for level in np.flatnonzero(steps[:-1]):
+            costs[level] = costs[-2] * float(seconds[level] / steps[level] / finest)
+        logged = {}
+        for name, cost in zip(self.args.levels, costs):
+            logged[f"levels/step_seconds_{name}"] = cost
+        return logged
 
     def check(self):
         """Play the episodes of a check, and charge them. Returns their returns, (E,)."""
@@ -2541,6 +2571,8 @@ class Run(AbstractContextManager):
                 name = f"levels/return_{self.args.levels[level]}"
                 row[name] = np.mean([episode_return for episode_return, _ in ended])
 
+        if self.corrects_costs and self.iteration in CORRECTED_AFTER:
+            row |= self.correct_costs()
         self.recent = (self.recent + episodes[max(episodes)])[-100:]  # the finest level's
         mean_return, mean_length = np.mean(self.recent or [(math.nan, math.nan)], axis=0).tolist()
         row |= self.counters
@@ -2604,6 +2636,9 @@ class Run(AbstractContextManager):
             "generator": self.generator.get_state(),
             "counters": self.counters,
             "starts": self.starts,
+            "corrects_costs": self.corrects_costs,
+            "simulated": self.simulated.tolist(),
+            "level_costs": self.args.level_costs,
             "history": json.loads(json.dumps(self.history, default=float)),  # plain numbers
             "recent": self.recent,
         }
@@ -2617,6 +2652,10 @@ class Run(AbstractContextManager):
         self.generator.set_state(state["generator"])
         self.counters = state["counters"]
         self.starts = state["starts"] + 1
+        if "simulated" in state:  # an older run has none
+            self.corrects_costs = state["corrects_costs"]
+            self.simulated = np.array(state["simulated"])
+            self.args.level_costs = state["level_costs"]
         self.recent = state["recent"]
         self.logger.restore(state["history"])
         self.saved = self.iteration

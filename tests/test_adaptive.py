@@ -945,6 +945,47 @@ def test_another_level_of_evaluations(tmp_path):
     assert (returns[0] != returns[1]).any()
 
 
+class Slowing(Solver):
+    """After 40 steps of a game every step of level 1 takes three times as long."""
+
+    def __init__(self, level):
+        super().__init__(level)
+        self.level = level
+        self.steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.level == 1 and self.steps > 40:
+            self.factor = 3
+        return super().step(action)
+
+
+def test_costs_are_corrected_by_what_was_simulated(monkeypatch, tmp_path):
+    """Only where they were measured: they go to progress.csv, and a resumed run keeps them.
+
+    The cost of the finest level stays, since the run's length is counted in its steps.
+    """
+    monkeypatch.setattr(ml.time, "perf_counter", lambda: Solver.clock)
+    argv = ["--env", install(monkeypatch, Slowing), "--levels", "1", "2", "--num-envs", "4"]
+    argv += "--num-minibatches 2 --num-steps 8 --hidden 8 --num-workers 0 --quiet".split()
+    argv += "--check-episodes 4 --eval-every 0 --num-iterations 12".split()
+    run = ml.train(ml.parse_args([*argv, "--log-dir", str(tmp_path)]))
+    costs = json.loads((run.run_dir / "config.json").read_text())["options"]["level_costs"]
+    assert costs == [3.75, 37.5, 0]
+    table = rows(run.run_dir)
+    corrected = [row for row in table if row["levels/step_seconds_1"]]
+    assert [row["iteration"] for row in corrected] == ["10"]
+    assert float(corrected[0]["levels/step_seconds_2"]) == 37.5
+    assert 3.75 < float(corrected[0]["levels/step_seconds_1"]) < 3 * 3.75
+    assert run.args.level_costs[0] == float(corrected[0]["levels/step_seconds_1"])
+
+    again = ml.train(ml.parse_args(["--resume", str(run.run_dir), "--num-iterations", "13"]))
+    assert again.args.level_costs == run.args.level_costs
+    argv += ["--level-costs", "1", "10", "1", "--log-dir", str(tmp_path / "given")]
+    given = ml.train(ml.parse_args(argv))
+    assert given.args.level_costs == [1, 10, 1]
+
+
 def test_costs_are_without_what_is_done_once(monkeypatch):
     """A reservoir's first step factors the matrix of its field: not while time is taken."""
     args = ml.parse_args("--env ResSim-v3 --levels 1 2 --num-envs 6 --num-workers 0".split())
