@@ -181,6 +181,12 @@ def add_own_options(parser):
         "None: by --env, or as long as 100 iterations on the finest level",
     )
     add(
+        "--hours",
+        type=positive,
+        help="length of the run in hours of simulation and updates; they are converted once, by "
+        "--level-costs, to --total-cost",
+    )
+    add(
         "--level-costs",
         type=positive,
         nargs="+",
@@ -1925,10 +1931,13 @@ def steps_in_batches(env):
     return False
 
 
+UNKNOWN_COSTS = [1.0, 0.0]  # where there is one level and nothing depends on what it costs
+
+
 def costs_of_run(args, model):
     """Return the costs of a run's levels and of an update; in steps, where there is one level."""
-    if args.levels == [args.eval_level]:
-        return [1.0, 0.0]
+    if args.levels == [args.eval_level] and not args.hours:
+        return list(UNKNOWN_COSTS)
     return measured_costs(args, model)
 
 
@@ -2404,11 +2413,9 @@ class Run(AbstractContextManager):
             dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
             self.stack.callback(dist.destroy_process_group)
 
-        if args.level_costs is None:
-            self.corrects_costs = args.schedule == "adaptive"
-            args.level_costs = gathered_objects(costs_of_run(args, self.model))[0]
-        if not any(getattr(args, option) for option in LENGTHS):
-            args.total_cost = default_cost(args)
+        self.set_costs_and_length()
+        if args.resume and self.share_done() >= 1:
+            report("run complete; longer: --total-cost (or --hours, --num-iterations)")
         if args.schedule == "adaptive":
             self.check_pool = self.opened(make_check_pool(args, self.model))
         if RANK == 0 and args.eval_every:
@@ -2420,6 +2427,17 @@ class Run(AbstractContextManager):
         self.pool = self.opened(make_pool(args, self.model, seeds, args.num_workers))
         if RANK == 0:
             self.logger.open(self.stack, self.counters["global_step"] + 1)
+
+    def set_costs_and_length(self):
+        """Measure what the levels cost, unless it is given, and set the length that goes by it."""
+        args = self.args
+        if args.level_costs is None:
+            self.corrects_costs = args.schedule == "adaptive"
+            args.level_costs = gathered_objects(costs_of_run(args, self.model))[0]
+        if args.hours:
+            set_hours(args)
+        if not any(getattr(args, option) for option in LENGTHS):
+            args.total_cost = default_cost(args)
 
     def opened(self, pool):
         """Return the pool, which is closed at the run's end."""
@@ -2659,8 +2677,6 @@ class Run(AbstractContextManager):
         self.recent = state["recent"]
         self.logger.restore(state["history"])
         self.saved = self.iteration
-        if self.share_done() >= 1:
-            report("run complete; longer: --total-cost (or --num-iterations)")
         return games
 
     def games_to_save(self):
@@ -3889,10 +3905,11 @@ LENGTHS = {
     "num_iterations": "iteration",
     "total_timesteps": "global_step",
     "total_cost": "total_cost",
+    "hours": "total_cost",  # into which they are converted before the first iteration
 }
 # These options may be other ones when a run is resumed or evaluated.
 MAY_CHANGE = ["device", "num_workers", "total_timesteps", "num_iterations"]
-MAY_CHANGE += ["eval_every", "eval_episodes", "save_every", "total_cost"]
+MAY_CHANGE += ["eval_every", "eval_episodes", "save_every", "total_cost", "hours"]
 # These may be other ones, too, when it is analysed.
 MAY_ANALYSE = ["num_envs", "num_steps", "levels", "level_costs", "seed"]
 # These options are not kept in config.json.
@@ -4118,12 +4135,15 @@ def check_num_steps(parser, args):
 
 def set_length(parser, args):
     """Set the run's length, if it is not given."""
-    if args.total_cost and (args.total_timesteps or args.num_iterations):
-        parser.error("argument --total-cost: not with --total-timesteps, --num-iterations")
+    lengths = [args.total_cost, args.hours, args.total_timesteps or args.num_iterations]
+    if lengths.count(None) < 2:
+        parser.error(
+            "argument --total-cost, --hours, --total-timesteps, --num-iterations: give one"
+        )
     if args.total_timesteps and len(args.levels) == 1:
         rows = args.num_envs * args.num_steps[0]
         args.num_iterations = max(1, args.total_timesteps // rows)
-    if args.total_cost or args.total_timesteps or args.num_iterations:
+    if any(getattr(args, option) for option in LENGTHS):
         return
     if args.schedule == "together":
         args.num_iterations = 200
@@ -4133,6 +4153,15 @@ def set_length(parser, args):
         levels, total_cost, *_ = DEFAULTS[args.env]
         if args.levels[-1] == levels[-1]:
             args.total_cost = total_cost
+
+
+def set_hours(args):
+    """Convert --hours to --total-cost, steps of the finest level, and say so."""
+    if args.level_costs == UNKNOWN_COSTS:
+        raise ValueError("argument --hours: this run has not measured costs; use --num-iterations")
+    args.total_cost = args.hours * 3600 / args.level_costs[-2]
+    report(f"--hours {args.hours:g} are --total-cost {args.total_cost:.6g}")
+    args.hours = None
 
 
 def default_cost(args):

@@ -945,6 +945,37 @@ def test_another_level_of_evaluations(tmp_path):
     assert (returns[0] != returns[1]).any()
 
 
+@pytest.mark.parametrize("levels", ["2", "1 2"])
+def test_hours(levels, monkeypatch, tmp_path, capsys):
+    """They are converted to steps of the finest level, once; a resumed run may get more of them."""
+    monkeypatch.setattr(ml.time, "perf_counter", lambda: Solver.clock)
+    argv = ["--env", install(monkeypatch, Solver), "--levels", *levels.split()]
+    argv += "--num-envs 4 --num-minibatches 2 --num-steps 8 --hidden 8 --num-workers 0".split()
+    argv += "--check-episodes 4 --eval-every 0 --quiet --log-dir".split() + [str(tmp_path)]
+    run = ml.train(ml.parse_args([*argv, "--hours", "2"]))
+    assert "--hours 2 are --total-cost 192\n" in capsys.readouterr().err  # steps of 37.5 s
+    options = json.loads((run.run_dir / "config.json").read_text())["options"]
+    assert (options["hours"], options["total_cost"]) == (None, 192)
+    an_iteration = 4 * 8 * 37.5 + 4 * 4 * 37.5  # and a check
+    assert 7200 <= run.seconds() < 7200 + an_iteration
+
+    before = run.iteration
+    words = ["--resume", str(run.run_dir), "--quiet", "--hours"]
+    assert ml.train(ml.parse_args([*words, "1"])).iteration == before
+    assert "run complete" in capsys.readouterr().err
+    again = ml.train(ml.parse_args([*words, "4"]))
+    assert 4 * 3600 <= again.seconds() < 4 * 3600 + an_iteration
+
+
+def test_hours_of_a_run_without_costs(monkeypatch, tmp_path):
+    """A run on one level measures none unless its length goes by them."""
+    argv = ["--env", install(monkeypatch, Solver), "--levels", "1", "--num-iterations", "1"]
+    argv += "--num-envs 4 --num-minibatches 2 --num-steps 8 --hidden 8 --num-workers 0".split()
+    run = ml.train(ml.parse_args([*argv, "--quiet", "--log-dir", str(tmp_path)]))
+    with pytest.raises(ValueError, match="--hours: this run has not measured costs"):
+        ml.train(ml.parse_args(["--resume", str(run.run_dir), "--hours", "1"]))
+
+
 class Slowing(Solver):
     """After 40 steps of a game every step of level 1 takes three times as long."""
 
