@@ -1547,6 +1547,8 @@ class Game:
     the return of the first one.
     """
 
+    MAX_REPLAY = 100_000  # steps; a longer episode is not replayed when a run is resumed
+
     def __init__(self, args, level, n, seed, arrays, video=None, **options):
         self.name = f"{Path(args.env).name} level {level}"
         self.n = n
@@ -1556,6 +1558,12 @@ class Game:
         self.env = make_env(args.env, level, **options)
         if video:
             self.env = first_episode_video(self.env, video)
+
+        # What `get_state` saves of an env that cannot save itself: the episode's actions so far and
+        # the state of its random generator before the reset, or None if that was by a seed.
+        self.actions = []
+        self.random_state = None
+        self.replays = state_keeper(self.env) is None and not is_paired(args)
 
         # The first observations of reset and step are compared with psi(), where pairs need it.
         has_psi = callable(getattr(self.env.unwrapped, "psi", None))
@@ -1577,9 +1585,18 @@ class Game:
         if self.shows_pictures:
             with suppress(Exception):  # whatever a render raises
                 self.picture = self.env.render()
+        self.random_state = None
+        if seed is None and self.replays:
+            self.random_state = random_state(self.env)
+        self.actions = []
         self.arrays["ended"][self.n] = True  # the episode before this one
         obs, _ = reset_env(self.env, seed)
         self.show("obs", obs)
+
+    def note(self, action):
+        """Keep an action that is about to be taken, if the episode may be replayed."""
+        if self.replays and len(self.actions) <= self.MAX_REPLAY:
+            self.actions.append(action)
 
     def record(self, obs, reward, terminated, truncated):
         """Write what came of a step, and start the next episode if this one has ended."""
@@ -1620,23 +1637,50 @@ class Game:
         self.arrays[name][self.n] = obs
 
     def get_state(self):
-        """Return, as bytes, what `set_state` needs to go on, or None if the env cannot tell."""
+        """Return, as bytes, what `set_state` needs to go on, or None if nothing helps.
+
+        That is the env's own state, if it has get_state and set_state, or else how the episode
+        began and its actions: playing them again leads to the same place. Pairs need the former.
+        """
         keeper = state_keeper(self.env)
-        if keeper is None:
+        can_be_replayed = self.replays and len(self.actions) <= self.MAX_REPLAY
+        if keeper is None and not can_be_replayed:
             return None
+        state = {"seed": self.seed, "random": self.random}
+        state |= {"random_state": self.random_state, "actions": self.actions}
         try:
-            state = {"seed": self.seed, "random": self.random, "env": keeper.get_state()}
+            if keeper is not None:
+                state["env"] = keeper.get_state()
             return pickle.dumps(state)
         except Exception:  # whatever an env raises, or has in its state
             return None
 
     def set_state(self, state):
-        """Go on from the state of a game like this one."""
+        """Go on from the state of such a game; ValueError if the env does not get there."""
         state = pickle.loads(state)
-        self.env.reset(seed=state["seed"])
-        state_keeper(self.env).set_state(state["env"])
+        obs, _ = self.env.reset(seed=state["seed"])
+        if "env" in state:
+            state_keeper(self.env).set_state(state["env"])
+        else:
+            obs = self.replay(obs, state)
+            shown = self.arrays["obs"][self.n]
+            if not np.array_equal(np.asarray(obs, shown.dtype), shown, equal_nan=True):
+                raise ValueError("playing its actions again led elsewhere")
         self.seed = state["seed"]
         self.random = state["random"]
+        self.random_state = state["random_state"]
+        self.actions = state["actions"]
+
+    def replay(self, obs, state):
+        """Play an episode's actions again, after reset(seed). Returns the last observation."""
+        if state["random_state"] is not None:  # it was not the first episode of the seed
+            self.env.unwrapped.np_random.bit_generator.state = state["random_state"]
+            obs, _ = self.env.reset()
+        for action in state["actions"]:
+            obs, _, terminated, truncated, _ = self.env.step(action)
+            if terminated or truncated:
+                raise ValueError("playing its actions again ended the episode early")
+        return obs
 
 
 # What Gymnasium wants. The API of Gym before 0.26 is another one.
@@ -1675,6 +1719,12 @@ def check_step(reward, terminated, truncated):
 def is_flag(value):
     """Whether a value is true or false, and no array."""
     return getattr(value, "shape", ()) == () and value in (True, False)
+
+
+def random_state(env):
+    """Return the state of the env's random generator, or None if it is of another kind."""
+    generator = getattr(env.unwrapped.np_random, "bit_generator", None)
+    return None if generator is None else generator.state
 
 
 def state_keeper(env):
@@ -1877,6 +1927,8 @@ class Games:
         space = envs[0].action_space
         actions = to_env(arrays["actions"], space).astype(space.dtype, copy=False)
         if steps_in_batches(envs[0]):
+            for game, action in zip(games, actions):
+                game.note(action)
             self.busy = (games[0], "step_batch")
             results = zip(*envs[0].step_batch(envs, actions), strict=True)
             for game, (obs, reward, terminated, truncated) in zip(games, results, strict=True):
@@ -1885,6 +1937,7 @@ class Games:
         else:
             for game, action in zip(games, actions):
                 self.busy = (game, "step")
+                game.note(action)
                 obs, reward, terminated, truncated, _ = step_env(game.env, action)
                 game.record(obs, reward, terminated, truncated)
         arrays["steps"] += 1

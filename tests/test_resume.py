@@ -46,6 +46,10 @@ CASES = {
     ),
     "no map_from": (ppo_multilevel, "--env envs:make_line --schedule together"),
     "adaptive": (ppo_multilevel, "--env ResSim-v1 --schedule adaptive --eval-every 2"),
+    "adaptive, replayed": (
+        ppo_multilevel,
+        "--env envs:make_cartpole --schedule adaptive --eval-every 2 --num-workers 2",
+    ),
     "its own state": (ppo, "--env envs:Line-v0 --num-workers 2"),
     "wrappers": (ppo, "--env envs:Rescaled-v0"),
     "LunarLander": (ppo, "--env LunarLander-v3"),
