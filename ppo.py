@@ -1023,9 +1023,11 @@ class Game:
         # had before the episode's reset, or None if the reset was by the game's seed.
         self.actions = []
         self.random_state = None
+        self.episode = 0  # how many have begun since the game was started
 
     def start(self):
         """Start the first episode of the game's seed."""
+        self.episode = 0
         self.arrays["finished"][self.n] = False
         self.begin_episode(self.seed)
 
@@ -1050,6 +1052,7 @@ class Game:
         if seed is None:
             self.random_state = random_state(self.env)
         self.actions = []
+        self.episode += 1
         self.arrays["ended"][self.n] = True  # the episode before this one
         obs, info = reset_env(self.env, seed)
         self.show("obs", obs, info)
@@ -1097,6 +1100,12 @@ class Game:
         elif name == "obs" and self.ignores_masks and "action_mask" in info:
             raise ValueError(MASK_NEEDED)
 
+    def place(self):
+        """Return where the game is, as text: its seed, the episode since then, the steps in it."""
+        ended = self.arrays["ended"][self.n]
+        steps = 0 if ended else self.arrays["episode_length"][self.n]
+        return f"seed {self.seed}, episode {self.episode}, after {steps} steps"
+
     def get_state(self):
         """Return, as bytes, what `resume` needs to take up this episode, or None if nothing helps.
 
@@ -1104,6 +1113,7 @@ class Game:
         began and its actions: playing them again leads to the same place.
         """
         state = {"seed": self.seed, "random_state": self.random_state, "actions": self.actions}
+        state["episode"] = self.episode
         try:
             keeper = state_keeper(self.env)
             if keeper is not None:
@@ -1127,6 +1137,7 @@ class Game:
         self.seed = state["seed"]
         self.random_state = state["random_state"]
         self.actions = state["actions"]
+        self.episode = state.get("episode", 1)  # an older run has none
 
     def replay(self, obs, state):
         """Play an episode's actions again, after reset(seed). Returns the last observation."""
@@ -1231,7 +1242,7 @@ class Games:
             if self.busy is None:  # the failure is not a game's
                 raise
             game, doing = self.busy
-            what = f"{game.name} (seed {game.seed}) failed in {doing}: {one_line(error)}"
+            what = f"{game.name} ({game.place()}) failed in {doing}: {one_line(error)}"
             raise GameError(f"{what}\n{traceback.format_exc()}") from None
 
     def start(self, states=None):
@@ -1394,6 +1405,7 @@ class WorkerPool:
         self.player = player
         self.games = None
         self.workers = []
+        self.rows = []  # the games of each worker
         self.busy = False  # whether a command was sent and not answered
 
         if num_workers == 0:
@@ -1405,6 +1417,7 @@ class WorkerPool:
             child.start()
             end.close()
             self.workers.append((pipe, child))
+            self.rows.append(rows)
 
     def play(self, model, num_steps, **how):
         """Have the model play all games for a number of steps, see the function `play`."""
@@ -1434,7 +1447,9 @@ class WorkerPool:
                 answer = pipe.recv()
             except (EOFError, OSError):
                 process.join()
-                raise GameError(f"worker {i} died with exit code {process.exitcode}") from None
+                games = f"games {self.rows[i][0]} to {self.rows[i][-1]}"
+                line = f"worker {i} with {games} died with exit code {process.exitcode}"
+                raise GameError(line) from None
             if isinstance(answer, GameError):
                 raise answer
             answers.append(answer)

@@ -1015,6 +1015,7 @@ class WorkerPool:
         self.player = player
         self.games = None
         self.workers = []
+        self.rows = []  # the games of each worker
         self.busy = False  # whether a command was sent and not answered
 
         if num_workers == 0:
@@ -1026,6 +1027,7 @@ class WorkerPool:
             child.start()
             end.close()
             self.workers.append((pipe, child))
+            self.rows.append(rows)
 
     def play(self, model, num_steps, **how):
         """Have the model play all games for a number of steps, see the function `play`."""
@@ -1055,7 +1057,9 @@ class WorkerPool:
                 answer = pipe.recv()
             except (EOFError, OSError):
                 process.join()
-                raise GameError(f"worker {i} died with exit code {process.exitcode}") from None
+                games = f"games {self.rows[i][0]} to {self.rows[i][-1]}"
+                line = f"worker {i} with {games} died with exit code {process.exitcode}"
+                raise GameError(line) from None
             if isinstance(answer, GameError):
                 raise answer
             answers.append(answer)

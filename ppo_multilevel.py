@@ -200,6 +200,12 @@ def add_own_options(parser):
         help="episodes of each check on the finest level, with --schedule adaptive",
     )
     add(
+        "--failed-reward",
+        type=real(),
+        help="reward of a step that raises an exception or returns NaN, which ends its episode; "
+        "None: it ends the run",
+    )
+    add(
         "--analyse",
         nargs="?",
         const="",
@@ -1564,6 +1570,10 @@ class Game:
         self.actions = []
         self.random_state = None
         self.replays = state_keeper(self.env) is None and not is_paired(args)
+        self.episode = 0  # how many have begun since the game was started
+
+        self.failed_reward = args.failed_reward
+        self.failures = []  # a line for each step that has failed, where that ends an episode only
 
         # The first observations of reset and step are compared with psi(), where pairs need it.
         has_psi = callable(getattr(self.env.unwrapped, "psi", None))
@@ -1577,6 +1587,7 @@ class Game:
         """Start the first episode of a seed."""
         self.seed = seed
         self.random = np.random.default_rng(seed)
+        self.episode = 0
         self.arrays["finished"][self.n] = False
         self.reset(seed)
 
@@ -1589,6 +1600,7 @@ class Game:
         if seed is None and self.replays:
             self.random_state = random_state(self.env)
         self.actions = []
+        self.episode += 1
         self.arrays["ended"][self.n] = True  # the episode before this one
         obs, _ = reset_env(self.env, seed)
         self.show("obs", obs)
@@ -1597,6 +1609,21 @@ class Game:
         """Keep an action that is about to be taken, if the episode may be replayed."""
         if self.replays and len(self.actions) <= self.MAX_REPLAY:
             self.actions.append(action)
+
+    def step(self, action):
+        """Take one step. With --failed-reward a step that fails ends the episode, not the run."""
+        self.note(action)
+        try:
+            obs, reward, terminated, truncated, _ = step_env(self.env, action)
+            if self.failed_reward is not None and not np.isfinite([*obs, reward]).all():
+                raise ValueError("NaN or infinity in what step returned")
+        except Exception as error:  # whatever a solver raises
+            if self.failed_reward is None:
+                raise
+            self.failures.append(f"{self.name} ({self.place()}) failed: {one_line(error)}")
+            obs = self.arrays["obs"][self.n].copy()
+            reward, terminated, truncated = self.failed_reward, True, False
+        self.record(obs, reward, terminated, truncated)
 
     def record(self, obs, reward, terminated, truncated):
         """Write what came of a step, and start the next episode if this one has ended."""
@@ -1636,6 +1663,12 @@ class Game:
                 raise ValueError("an observation is not psi(): noise in it? a wrapper?")
         self.arrays[name][self.n] = obs
 
+    def place(self):
+        """Return where the game is, as text: its seed, the episode since then, the steps in it."""
+        ended = self.arrays["ended"][self.n]
+        steps = 0 if ended else self.arrays["episode_length"][self.n]
+        return f"seed {self.seed}, episode {self.episode}, after {steps} steps"
+
     def get_state(self):
         """Return, as bytes, what `set_state` needs to go on, or None if nothing helps.
 
@@ -1648,6 +1681,7 @@ class Game:
             return None
         state = {"seed": self.seed, "random": self.random}
         state |= {"random_state": self.random_state, "actions": self.actions}
+        state["episode"] = self.episode
         try:
             if keeper is not None:
                 state["env"] = keeper.get_state()
@@ -1670,6 +1704,7 @@ class Game:
         self.random = state["random"]
         self.random_state = state["random_state"]
         self.actions = state["actions"]
+        self.episode = state["episode"]
 
     def replay(self, obs, state):
         """Play an episode's actions again, after reset(seed). Returns the last observation."""
@@ -1806,7 +1841,7 @@ class Games:
             if self.busy is None:  # the failure is not a game's
                 raise
             game, doing = self.busy
-            what = f"{game.name} (seed {game.seed}) failed in {doing}: {one_line(error)}"
+            what = f"{game.name} ({game.place()}) failed in {doing}: {one_line(error)}"
             raise GameError(f"{what}\n{traceback.format_exc()}") from None
 
     def start(self, states=None, seeds=None):
@@ -1937,9 +1972,7 @@ class Games:
         else:
             for game, action in zip(games, actions):
                 self.busy = (game, "step")
-                game.note(action)
-                obs, reward, terminated, truncated, _ = step_env(game.env, action)
-                game.record(obs, reward, terminated, truncated)
+                game.step(action)
         arrays["steps"] += 1
 
     def follow_all(self, level, in_each_step):
@@ -1951,6 +1984,14 @@ class Games:
         for fine, partner, starts in zip(self.own[level], self.partners[level], ended):
             if starts or in_each_step:
                 self.follow(fine, partner, starts)
+
+    def take_failures(self):
+        """Return a line for each step that has failed since the last time."""
+        lines = []
+        for game in sum(self.own + self.partners, []):
+            lines += game.failures
+            game.failures = []
+        return lines
 
     def picture(self):
         """Return the picture of the first game's last end, or None."""
@@ -2216,6 +2257,7 @@ class WorkerPool:
         self.player = player
         self.games = None
         self.workers = []
+        self.rows = []  # the games of each worker
         self.busy = False  # whether a command was sent and not answered
 
         if num_workers == 0:
@@ -2227,6 +2269,7 @@ class WorkerPool:
             child.start()
             end.close()
             self.workers.append((pipe, child))
+            self.rows.append(rows)
 
     def play(self, model, num_steps, **how):
         """Have the model play all games for a number of steps, see the function `play`."""
@@ -2256,7 +2299,9 @@ class WorkerPool:
                 answer = pipe.recv()
             except (EOFError, OSError):
                 process.join()
-                raise GameError(f"worker {i} died with exit code {process.exitcode}") from None
+                games = f"games {self.rows[i][0]} to {self.rows[i][-1]}"
+                line = f"worker {i} with {games} died with exit code {process.exitcode}"
+                raise GameError(line) from None
             if isinstance(answer, GameError):
                 raise answer
             answers.append(answer)
@@ -2398,7 +2443,7 @@ TAGS |= {name: f"losses/{name}" for name in LOSSES}
 TAGS |= {"sim_cost": "costs/sim_cost", "total_cost": "costs/total_cost"}
 # After so many iterations measured costs of levels are corrected by what was simulated since.
 CORRECTED_AFTER = [10, 30, 100, 300, 1000]
-SHOWN = ["level", "sps", "episodic_return", "check_return", "eval_return", "eval_cut"]
+SHOWN = ["level", "sps", "episodic_return", "check_return", "eval_return", "eval_cut", "failures"]
 
 
 class Run(AbstractContextManager):
@@ -2646,6 +2691,8 @@ class Run(AbstractContextManager):
             row |= self.correct_costs()
         self.recent = (self.recent + episodes[max(episodes)])[-100:]  # the finest level's
         mean_return, mean_length = np.mean(self.recent or [(math.nan, math.nan)], axis=0).tolist()
+        if self.args.failed_reward is not None:
+            self.count_failures()
         row |= self.counters
         row |= {"episodic_return": mean_return, "episodic_length": mean_length}
         row["sps"] = round(steps / seconds)
@@ -2655,6 +2702,16 @@ class Run(AbstractContextManager):
         self.log(row)
         if self.args.save_every and self.iteration % self.args.save_every == 0:
             self.save()
+
+    def count_failures(self):
+        """Count the steps that have failed in all pools and ranks, and report each in a line."""
+        lines = []
+        for pool in self.pools:
+            lines += sum(pool.call("take_failures"), [])
+        lines = sum(gathered_objects(lines), [])
+        for line in lines:
+            report(line)
+        self.counters["failures"] = self.counters.get("failures", 0) + len(lines)
 
     def log(self, row):
         """Evaluate if it is due, and write the row."""
@@ -3963,6 +4020,7 @@ LENGTHS = {
 # These options may be other ones when a run is resumed or evaluated.
 MAY_CHANGE = ["device", "num_workers", "total_timesteps", "num_iterations"]
 MAY_CHANGE += ["eval_every", "eval_episodes", "save_every", "total_cost", "hours"]
+MAY_CHANGE += ["failed_reward"]
 # These may be other ones, too, when it is analysed.
 MAY_ANALYSE = ["num_envs", "num_steps", "levels", "level_costs", "seed"]
 # These options are not kept in config.json.

@@ -41,10 +41,10 @@ COMMON_ZERO = (
 ZERO = {
     ppo: [*COMMON_ZERO, "--init-log-std", "--kl-coef"],
     ppo_atari: [*COMMON_ZERO, "--sticky-actions", "--noop-max"],
-    ppo_multilevel: [*COMMON_ZERO, "--init-log-std", "--control"],
+    ppo_multilevel: [*COMMON_ZERO, "--init-log-std", "--control", "--failed-reward"],
 }
 NUMBERS = ["int", "flo"]  # how the types' names begin
-NEGATIVE = ["--init-log-std"]
+NEGATIVE = ["--init-log-std", "--failed-reward"]
 FRACTIONS = ["--gamma", "--gae-lambda", "--sticky-actions", "--control"]
 CHOICES = {
     ppo: ["--norm-adv", "--activation"],
@@ -656,7 +656,7 @@ def test_wrong_results_of_a_step(script, monkeypatch, wrong):
     change = WRONG_STEPS[wrong]
     monkeypatch.setattr(envs.Scripted, "step", lambda self, action: change(*real(self, action)))
     name = args.env if script is ppo else f"{args.env} level 1"
-    with pytest.raises(script.GameError, match=rf"{name} \(seed \d+\) failed in step: "):
+    with pytest.raises(script.GameError, match=rf"{name} \(seed \d+.*\) failed in step: "):
         script.train(args)
 
 
@@ -665,7 +665,7 @@ def test_wrong_observation_of_a_reset(script, monkeypatch):
     """The same for the first observation of an episode."""
     args, real = script.parse_args(WRONG_GAME[script]), envs.Scripted.reset
     monkeypatch.setattr(envs.Scripted, "reset", lambda *a, **k: (real(*a, **k)[0][:1], {}))
-    with pytest.raises(script.GameError, match=r"\(seed \d+\) failed in (start|reset): .*shape"):
+    with pytest.raises(script.GameError, match=r"\(seed \d+.*\) failed in (start|reset): .*shape"):
         script.train(args)
 
 

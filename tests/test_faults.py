@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -95,6 +96,54 @@ def test_game_that_fails_once(script, tmp_path, capsys, monkeypatch, how):
     members = 2 * 2 - 1 if script is ppo_multilevel else 1  # there is no partner on level 1
     assert len({*np.ravel(drawn)} - {0}) == 2 * members * 4
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("how, workers", [("raise", 0), ("nan", 2)])
+def test_failed_step_that_ends_an_episode(tmp_path, monkeypatch, capsys, how, workers):
+    """With --failed-reward such a step is the last of its episode, with that reward."""
+    (tmp_path / "failures").mkdir()
+    monkeypatch.setenv("FLAKY", f"{how}:1:{tmp_path}/failures")
+    more = ["--schedule", "adaptive", "--levels", "2", "--failed-reward", "-7"]
+    more += ["--num-steps", "8", "--level-costs", "1", "1"]
+    words = options(ppo_multilevel, tmp_path, "envs:make_flaky", *more)
+    args = ppo_multilevel.parse_args(words)
+    model = ppo_multilevel.make_model(args)
+    seeds = ppo_multilevel.game_seeds(args, 0)
+    with closing(ppo_multilevel.make_pool(args, model, seeds, workers, num_steps=8)) as pool:
+        pool.call("start")
+        pool.play(model, 8, sample=False)
+        lines = sum(pool.call("take_failures"), [])
+        assert sum(pool.call("take_failures"), []) == []
+        own = {name: array[0] for name, array in pool.buffer.items()}
+    (line,) = lines
+    error = "RuntimeError: broken" if how == "raise" else "ValueError: NaN or infinity"
+    assert re.match(rf".*level 2 \(seed \d+, episode 1, after 4 steps\) failed: {error}", line)
+    failed = own["rewards"] == -7  # (T, N)
+    assert failed.sum() == 1 and failed[4].sum() == 1
+    assert own["terminated"][failed].all() and own["ended"][failed].all()
+    (n,) = np.flatnonzero(failed[4])
+    assert np.array_equal(own["next_obs"][4, n], own["obs"][4, n])  # what was seen last
+    assert own["episode_length"][4, n] == 5 and own["episode_length"][5, n] == 1
+
+
+@pytest.mark.parametrize("schedule", ["adaptive", "together"])
+def test_run_goes_on_after_failed_steps(tmp_path, monkeypatch, capsys, schedule):
+    """They are counted in progress.csv and on the status line; each is told in a line."""
+    (tmp_path / "failures").mkdir()
+    monkeypatch.setenv("FLAKY", f"raise:3:{tmp_path}/failures")
+    more = f"--schedule {schedule} --num-workers 2 --num-iterations 2 --level-costs 1 1 1".split()
+    more += ["--check-episodes", "2", "--failed-reward", "-1"]
+    words = [*options(ppo_multilevel, tmp_path, "envs:make_flaky", *more)]
+    words.remove("--quiet")
+    assert run_main(ppo_multilevel, monkeypatch, *words) == 0
+    out, err = capsys.readouterr()
+    assert len(re.findall(r"level 2 \(seed .*\) failed: RuntimeError: broken", err)) == 3
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert rows(run_dir)[-1]["failures"] == "3" and "failures 3" in out
+    run = ppo_multilevel.train(
+        ppo_multilevel.parse_args(["--resume", str(run_dir), "--num-iterations", "3"])
+    )
+    assert run.counters["failures"] == 3
 
 
 @pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=NAMES, indirect=True)

@@ -210,7 +210,7 @@ def test_game_that_raises(script, tmp_path, bad_env, where, num_workers):
     first, *rest = str(error.value).splitlines()
     assert env in first
     assert ("level 2" in first) == (script is ppo_multilevel)
-    assert re.search(rf"\(seed \d+\) failed in {where}: RuntimeError: broken on purpose", first)
+    assert re.search(rf"\(seed \d+.*\) failed in {where}: RuntimeError: broken on purpose", first)
     assert rest[0].startswith("Traceback") and "broken on purpose" in rest[-1]
     assert ("test_pool.py" if script is ppo_atari else "envs.py") in str(error.value)
     if where == "step":  # training had begun
@@ -295,7 +295,9 @@ def test_game_that_calls_exit(tmp_path, capfd, monkeypatch, num_workers):
     monkeypatch.setattr(ppo.Game, "step", lambda game: sys.exit(0))
     assert run_main(ppo, monkeypatch, tmp_path, "--num-workers", num_workers) == 1
     first, *rest = capfd.readouterr().err.strip().splitlines()
-    assert re.match(r"ppo.py: error: CartPole-v1 \(seed \d+\) failed in step: .*SystemExit", first)
+    assert re.match(
+        r"ppo.py: error: CartPole-v1 \(seed \d+.*\) failed in step: .*SystemExit", first
+    )
     assert rest[0].startswith("Traceback") and rest[-1] == "SystemExit: 0"
     assert multiprocessing.active_children() == []
 
@@ -412,7 +414,9 @@ def test_worker_that_dies_during_an_update(script, tmp_path, monkeypatch, iterat
         return real(*arguments)
 
     monkeypatch.setattr(script, "update", update)
-    with pytest.raises(script.GameError, match="^worker 0 died with exit code -9$"):
+    with pytest.raises(
+        script.GameError, match="^worker 0 with games 0 to 1 died with exit code -9$"
+    ):
         script.train(args)
     assert multiprocessing.active_children() == []
     (run_dir,) = tmp_path.iterdir()
