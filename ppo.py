@@ -907,11 +907,12 @@ def is_plain(model):
 
     The types are compared exactly, since a subclass may do something else.
     """
+    own_act = type(model) is Model
     on_cpu = model.device.type == "cpu"
     sees_obs_only = model.inputs == ["obs"]  # no memory, no masks
     one_choice = type(model.head) is Categorical and len(model.head.choices) == 1
     diagonal = type(model.head) is Gaussian and model.head.lower is None
-    if not (on_cpu and sees_obs_only and type(model.actor) is nn.Sequential):
+    if not (own_act and on_cpu and sees_obs_only and type(model.actor) is nn.Sequential):
         return False
     layers = [type(layer) for layer in model.actor]
     tanh_layers = layers == [nn.Linear, nn.Tanh] * (len(layers) // 2)

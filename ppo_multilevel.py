@@ -200,6 +200,12 @@ def add_own_options(parser):
         help="episodes of each check on the finest level, with --schedule adaptive",
     )
     add(
+        "--baseline",
+        type=env_name,
+        help="file.py:function or module:function, obs → action: your own rule, played once in the "
+        "episodes of an evaluation, to compare the policy with",
+    )
+    add(
         "--failed-reward",
         type=real(),
         help="reward of a step that raises an exception or returns NaN, which ends its episode; "
@@ -1145,10 +1151,13 @@ def refit_values(model, batch):
 
 
 # ------------------------------------------------------------------------------------ model
-def make_model(args):
-    """Return the Model for the env's spaces, its weights drawn from torch's global generator."""
+def make_model(args, kind=None):
+    """Return the Model for the env's spaces, its weights drawn from torch's global generator.
+
+    It may be of another kind, a subclass.
+    """
     with closing(make_env(args.env, args.levels[-1])) as env:
-        model = Model(env.observation_space.shape[0], env.action_space, args)
+        model = (kind or Model)(env.observation_space.shape[0], env.action_space, args)
     device = "cpu" if args.device == "auto" else args.device
     model = model.to(device, torch.float32)  # an env's library may have set another default
     model.obs_norm.double()  # float32 cannot tell one second since 1970 from the next
@@ -1447,11 +1456,12 @@ def is_plain(model):
 
     The types are compared exactly, since a subclass may do something else.
     """
+    own_act = type(model) is Model
     on_cpu = model.device.type == "cpu"
     sees_obs_only = model.inputs == ["obs"]  # no memory, no masks
     one_choice = type(model.head) is Categorical and len(model.head.choices) == 1
     diagonal = type(model.head) is Gaussian and model.head.lower is None
-    if not (on_cpu and sees_obs_only and type(model.actor) is nn.Sequential):
+    if not (own_act and on_cpu and sees_obs_only and type(model.actor) is nn.Sequential):
         return False
     layers = [type(layer) for layer in model.actor]
     tanh_layers = layers == [nn.Linear, nn.Tanh] * (len(layers) // 2)
@@ -1493,28 +1503,36 @@ def make_env(env_id, level, **options):
     return env
 
 
-@functools.cache  # one module for all games: its data is there once, and its classes are the same
 def load_make(name):
     """Return the function that makes the simulation `name` at a level."""
     if name in CASES:
         return functools.partial(ResSim, name)
-    module, _, function = name.rpartition(":")
-    if not module:
+    if ":" not in name:
         raise ValueError(f"no env '{name}'; known: {', '.join(CASES)}, file.py:make, module:make")
-    if not module.endswith(".py"):
-        return getattr(importlib.import_module(module), function)
+    return load_function(name)
 
-    path = Path(module)
-    if not path.exists():  # the run may be from another machine
-        path = Path(path.name)
-    if not path.exists():
-        raise ValueError(f"argument --env: there is no file {module}")
-    sys.path.append(str(path.resolve().parent))  # where the modules lie that the file imports
-    spec = importlib.util.spec_from_file_location(f"simulation_{path.stem}", path)
+
+def load_function(name):
+    """Return the function of `file.py:function` or `module:function`."""
+    module, _, function = name.rpartition(":")
+    loaded = load_file(module) if module.endswith(".py") else importlib.import_module(module)
+    return getattr(loaded, function)
+
+
+@functools.cache  # one module for all games: its data is there once, and its classes are the same
+def load_file(path):
+    """Return the module in a file, which may also lie in the current folder."""
+    found = Path(path)
+    if not found.exists():  # the run may be from another machine
+        found = Path(found.name)
+    if not found.exists():
+        raise ValueError(f"there is no file {path}")
+    sys.path.append(str(found.resolve().parent))  # where the modules lie that the file imports
+    spec = importlib.util.spec_from_file_location(f"simulation_{found.stem}", found)
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = loaded
     spec.loader.exec_module(loaded)
-    return getattr(loaded, function)
+    return loaded
 
 
 def num_choices(space):
@@ -2440,10 +2458,12 @@ LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "expl
 TAGS = {"sps": "charts/SPS"}
 TAGS |= {name: f"charts/{name}" for name in CHARTS}
 TAGS |= {name: f"losses/{name}" for name in LOSSES}
+TAGS |= {"baseline_return": "charts/baseline_return"}
 TAGS |= {"sim_cost": "costs/sim_cost", "total_cost": "costs/total_cost"}
 # After so many iterations measured costs of levels are corrected by what was simulated since.
 CORRECTED_AFTER = [10, 30, 100, 300, 1000]
-SHOWN = ["level", "sps", "episodic_return", "check_return", "eval_return", "eval_cut", "failures"]
+SHOWN = ["level", "sps", "episodic_return", "check_return", "eval_return", "baseline_return"]
+SHOWN += ["eval_cut", "failures"]
 
 
 class Run(AbstractContextManager):
@@ -2473,6 +2493,8 @@ class Run(AbstractContextManager):
         self.began = None  # when the current iteration began
         self.corrects_costs = False  # whether they were measured, for --schedule adaptive
         self.simulated = np.zeros((2, len(args.levels)))  # seconds and steps on each level so far
+        self.baseline_name = None  # what --baseline was played, and its mean return
+        self.baseline_return = None
         self.pools = []  # all pools that are open
         self.logger = Logger(self.run_dir, args)
         with ExitStack() as self.stack:  # it closes what is open if this block fails
@@ -2512,6 +2534,9 @@ class Run(AbstractContextManager):
             self.stack.callback(dist.destroy_process_group)
 
         self.set_costs_and_length()
+        if RANK == 0 and args.baseline and args.baseline != self.baseline_name:
+            self.baseline_name = args.baseline
+            self.baseline_return = float(baseline_returns(args).mean())
         if args.resume and self.share_done() >= 1:
             report("run complete; longer: --total-cost (or --hours, --num-iterations)")
         if args.schedule == "adaptive":
@@ -2738,6 +2763,8 @@ class Run(AbstractContextManager):
             row["eval_return"] = float(returns.mean())
             if cut:
                 row["eval_cut"] = cut
+        if self.baseline_return is not None:
+            row["baseline_return"] = self.baseline_return
         picture = self.eval_pool.call("picture")[0]
         if picture is not None:
             events = self.logger.events
@@ -2764,6 +2791,8 @@ class Run(AbstractContextManager):
             "generator": self.generator.get_state(),
             "counters": self.counters,
             "starts": self.starts,
+            "baseline_name": self.baseline_name,
+            "baseline_return": self.baseline_return,
             "corrects_costs": self.corrects_costs,
             "simulated": self.simulated.tolist(),
             "level_costs": self.args.level_costs,
@@ -2781,6 +2810,8 @@ class Run(AbstractContextManager):
         self.counters = state["counters"]
         self.starts = state["starts"] + 1
         if "simulated" in state:  # an older run has none
+            self.baseline_name = state["baseline_name"]
+            self.baseline_return = state["baseline_return"]
             self.corrects_costs = state["corrects_costs"]
             self.simulated = np.array(state["simulated"])
             self.args.level_costs = state["level_costs"]
@@ -3114,6 +3145,43 @@ def export_onnx(path, model, inputs):
             dynamic_axes={name: {0: "batch"} for name in (*inputs, *outputs)},
             dynamo=False,
         )
+
+
+class Controller(Model):
+    """A function obs → action, the user's own rule, that plays in the policy's place."""
+
+    def __init__(self, obs_dim, action_space, args):
+        super().__init__(obs_dim, action_space, args)
+        self.name = args.baseline  # a worker loads the function itself
+
+    def act(self, arrays, noise=None):
+        """Set the actions for what the games show. GameError if the function fails."""
+        decide = load_function(self.name)
+        first = getattr(self.action_space, "start", 0)  # the policy counts from 0
+        for n, obs in enumerate(arrays["obs"]):
+            try:
+                action = np.reshape(decide(obs.copy()), self.head.shape)
+            except Exception as error:  # whatever it raises
+                raise GameError(f"argument --baseline: {one_line(error)}") from None
+            arrays["actions"][n] = action - first
+
+
+def baseline_returns(args):
+    """Print and return the returns (E,) of --baseline in the episodes of an evaluation."""
+    with kept_generators():
+        controller = make_model(args, Controller)
+        with closing(make_eval_pool(args, controller)) as pool:
+            returns, cut = evaluate(controller, pool)
+    line = f"baseline: return {returns.mean():.4f} ± {returns.std():.4f}"
+    print(f"{line}, {cut} episodes cut off" if cut else line, flush=True)
+    return returns
+
+
+def compare_with_baseline(args, returns):
+    """Play --baseline in the episodes of an evaluation with these returns, and tell the gain."""
+    gains = returns - baseline_returns(args)
+    error = gains.std() / len(gains) ** 0.5
+    print(f"the policy gains {gains.mean():.4f} ± {error:.4f} (standard error) on the baseline")
 
 
 # ------------------------------------------------------------------------------------ analysis
@@ -4020,7 +4088,7 @@ LENGTHS = {
 # These options may be other ones when a run is resumed or evaluated.
 MAY_CHANGE = ["device", "num_workers", "total_timesteps", "num_iterations"]
 MAY_CHANGE += ["eval_every", "eval_episodes", "save_every", "total_cost", "hours"]
-MAY_CHANGE += ["failed_reward"]
+MAY_CHANGE += ["failed_reward", "baseline"]
 # These may be other ones, too, when it is analysed.
 MAY_ANALYSE = ["num_envs", "num_steps", "levels", "level_costs", "seed"]
 # These options are not kept in config.json.
@@ -4150,6 +4218,7 @@ def parse_args(argv=None):
 
     check_spaces(parser, args)
     check_norm_obs(parser, args)
+    check_baseline(parser, args)
     check_eval_level(parser, args)
     check_level_costs(parser, args)
     if args.schedule == "adaptive" and not args.analyse:  # an analysed run may have been together
@@ -4208,6 +4277,20 @@ def check_eval_level(parser, args):
     highest = last if args.schedule == "adaptive" or is_paired(args) else math.inf
     if not args.eval and not last <= args.eval_level <= highest:
         parser.error("argument --eval-level: the last of --levels, or above a single one")
+
+
+def check_baseline(parser, args):
+    """Refuse a --baseline that cannot be loaded, or with which nothing is compared."""
+    if not args.baseline:
+        return
+    if not args.eval and not args.eval_every:
+        parser.error("argument --baseline: it is compared with evaluations, see --eval-every")
+    try:
+        function = load_function(args.baseline)
+        if not callable(function):
+            raise TypeError(f"{args.baseline} is no function")
+    except Exception as error:  # whatever the file raises
+        parser.error(f"argument --baseline: {one_line(error)}")
 
 
 def check_level_costs(parser, args):
@@ -4456,7 +4539,9 @@ def main():
     try:
         args = parse_args()
         if args.eval:
-            evaluate_run(args)
+            returns = evaluate_run(args)
+            if args.baseline:
+                compare_with_baseline(args, returns)
             return 0
         if args.analyse is not None:
             analyse(args)

@@ -2,6 +2,7 @@
 
 import csv
 import multiprocessing
+import re
 import sys
 from pathlib import Path
 
@@ -314,3 +315,95 @@ def test_levels_that_start_unlike(drawn, told, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(ml, "MEASUREMENTS", 1)
     ml.analyse(ml.parse_args([*words, "--log-dir", str(tmp_path)]))
     assert ("levels start unlike" in capsys.readouterr().err) == told
+
+
+# Baselines ----------------------------------------------------------------------------------------
+
+
+RULE = """
+import numpy as np
+
+def rule(obs):
+    obs[:] = 0  # which is its own copy
+    return np.full(2, 0.5)
+
+def broken(obs):
+    return [1.0, 2.0, 3.0]
+"""
+BASED = "--levels 1 2 --num-envs 4 --num-minibatches 2 --hidden 8 --level-costs 1 2 0.1".split()
+BASED += "--check-episodes 2 --eval-every 1 --eval-episodes 4 --num-iterations 2".split()
+
+
+@pytest.fixture
+def based(tmp_path, monkeypatch):
+    """Return the options of a run whose rewards are the first entry of the action, three times."""
+    (tmp_path / "rule.py").write_text(RULE)
+    env = install(monkeypatch, lambda level: Line(level, lambda level, action, start: action[0]))
+    words = ["--env", env, *BASED, "--log-dir", str(tmp_path / "runs")]
+    return [*words, "--baseline", f"{tmp_path}/rule.py:rule"]
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_baseline(based, capsys, workers):
+    """The function's return stands beside every evaluation; it changes nothing of the run."""
+    run = ml.train(ml.parse_args([*based, "--num-workers", workers]))
+    out = capsys.readouterr().out
+    assert out.count("baseline: return 1.5000 ± 0.0000\n") == 1
+    assert "baseline_return 1.5" in out
+    assert [row["baseline_return"] for row in run.history] == [1.5] * 3
+    plain = ml.train(ml.parse_args([*based[:-2], "--num-workers", workers, "--quiet"]))
+    assert plain.history[-1]["eval_return"] == run.history[-1]["eval_return"]
+    assert "baseline_return" not in plain.history[-1]
+
+    capsys.readouterr()
+    resume = ["--resume", str(run.run_dir), "--num-iterations", "3", "--quiet"]
+    again = ml.train(ml.parse_args(resume))  # it is not played again
+    assert again.history[-1]["baseline_return"] == 1.5 and capsys.readouterr().out == ""
+
+
+def test_baseline_beside_an_evaluation(based, capsys, monkeypatch):
+    """--eval plays it in the same episodes, and tells what the policy gains."""
+    run = ml.train(ml.parse_args([*based[:-2], "--num-workers", "0", "--quiet"]))
+    words = ["ppo", "--eval", str(run.run_dir), *based[-2:]]
+    monkeypatch.setattr(sys, "argv", words)
+    assert ml.main() == 0
+    evaluation, baseline, gain = capsys.readouterr().out.splitlines()
+    assert baseline == "baseline: return 1.5000 ± 0.0000"
+    returned = float(evaluation.split()[1])
+    assert float(gain.split()[3]) == pytest.approx(returned - 1.5, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (("rule.py:rule", "rule.py:none"), "argument --baseline: AttributeError: .*none"),
+        (("rule.py:rule", "nowhere.py:rule"), "argument --baseline: .*no file .*nowhere.py"),
+        (("--eval-every", "--save-every"), "argument --baseline: .*--eval-every"),
+        (("rule.py:rule", "rule.py:broken"), r"argument --baseline: ValueError: .*into shape \(2,"),
+    ],
+)
+def test_wrong_baseline(based, capsys, monkeypatch, change, words):
+    """One line says what is wrong."""
+    based = [word.replace(*change) for word in based]
+    if change[0] == "--eval-every":
+        based += ["--eval-every", "0"]
+    monkeypatch.setattr(sys, "argv", ["ppo", *based, "--num-workers", "0", "--quiet"])
+    try:
+        code = ml.main()
+    except SystemExit as error:
+        code = error.code
+    assert code in (1, 2)
+    assert re.search(words, capsys.readouterr().err.splitlines()[0])
+
+
+def test_baseline_of_choices(tmp_path, monkeypatch):
+    """A function gives the action as the env takes it: counted from `start`."""
+
+    class Choice(Line):
+        action_space = gym.spaces.Discrete(3, start=5)
+
+    (tmp_path / "rule.py").write_text("def rule(obs):\n    return 6\n")
+    env = install(monkeypatch, lambda level: Choice(level, lambda level, action, start: action))
+    words = ["--env", env, *BASED, "--log-dir", str(tmp_path), "--num-workers", "0"]
+    args = ml.parse_args([*words, "--baseline", f"{tmp_path}/rule.py:rule"])
+    assert (ml.baseline_returns(args) == 3 * 6).all()

@@ -296,10 +296,10 @@ def test_file_after_a_change_of_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     file.rename("wanderer.py")
-    ml.load_make.cache_clear()
+    ml.load_file.cache_clear()
     ml.evaluate_run(ml.parse_args(words))
     monkeypatch.chdir(tmp_path)
-    ml.load_make.cache_clear()
+    ml.load_file.cache_clear()
     with pytest.raises(SystemExit):
         ml.parse_args(words)
     assert f"there is no file {file}" in capsys.readouterr().err
