@@ -219,6 +219,12 @@ def add_own_options(parser):
         help="do not train: print what each level costs and how well it agrees with the finest, "
         "for this run's policy or the initial one",
     )
+    add(
+        "--check",
+        action="store_true",
+        help="do not train: play two episodes on each level, and print what they cost, what is "
+        "wrong, and which options to set",
+    )
     add("--eval-level", type=count, help="level of evaluations, if not the last")
     add(
         "--coupling",
@@ -2615,8 +2621,8 @@ class Run(AbstractContextManager):
 
     def begin(self):
         """Have the rule begin, log what comes before the first iteration, and give hints."""
-        if not self.args.norm_obs and abs(self.pool.arrays["obs"]).max() > 10:
-            report("large observations: --norm-obs?")
+        for hint in hints_of_scale(self.args, obs=self.pool.arrays["obs"]):
+            report(hint)
         began = time.perf_counter()
         row = self.rule.begin(self)
         self.counters["wall_seconds"] += time.perf_counter() - began
@@ -2624,8 +2630,8 @@ class Run(AbstractContextManager):
             row |= self.counters
             self.log(row)
         first = row.get("check_return", row.get("eval_return", 0))
-        if abs(first) > 10 and not self.args.norm_value:
-            report("large returns: --norm-value?")
+        for hint in hints_of_scale(self.args, returns=[first]):
+            report(hint)
         if self.share_done() >= 1:
             report("nothing learned: the first check takes --total-cost")
 
@@ -3296,6 +3302,234 @@ def write_table(path, rows):
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+
+
+class Trial(NamedTuple):
+    """What --check has seen in an episode of T steps."""
+
+    obs: np.ndarray  # (T + 1, D)
+    rewards: np.ndarray  # (T,)
+    reset_seconds: float
+    step_seconds: np.ndarray  # (T,), the last one with the reset that follows
+    end: str  # terminated, truncated, or cut off
+
+
+def check_simulation(args):
+    """Print what --check finds: costs of levels, what is wrong with them, which options to set.
+
+    It plays two episodes of the first policy, whose actions are random, on each level.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    model = make_model(args)
+    names = []
+    trials = []
+    advice = []
+    print_row(["level", "reset s", "first step s", "other steps s", "steps", "end", "return"])
+    for level in args.levels:
+        name, trial, problems = try_level(args, model, level)
+        print_row([name, *trial_cells(trial)])
+        names.append(name)
+        trials.append(trial)
+        advice += [f"level {name}: {problem}" for problem in problems]
+
+    problem = try_starts(args, model)
+    if problem:
+        advice.append(problem)
+    advice += hints_of_scale(
+        args, np.concatenate([trial.obs for trial in trials]), returns_of(trials)
+    )
+    advice += hints_of_ends(args, trials)
+    print_scales(args, model, trials)
+    print_costs(args, measured_costs(args, model))
+    print("\n".join(["", "advice:" if advice else "no advice", *advice]))
+
+
+def try_level(args, model, level):
+    """Play two episodes of one seed on a level, and save a game in the middle of a third.
+
+    Returns the level's name, the second episode's Trial, and lines on what is wrong.
+    """
+    problems = []
+    with closing(trial_pool(args, model, level)) as pool:
+        name = pool.call("level_names")[0][0]
+        first, again = [try_episode(model, pool) for _ in range(2)]
+        saved = save_in_mid_episode(model, pool, len(first.rewards) // 2)
+    if not same_episode(first, again):
+        problems.append("reset(seed) varies: README, Randomness")
+
+    with closing(trial_pool(args, model, level)) as pool:  # as after an interruption
+        problem = go_on_from(model, pool, *saved)
+    if problem:
+        problems.append(f"a resumed run starts a new episode: {problem}")
+    return name, again, problems
+
+
+def trial_pool(args, model, level):
+    """Return the pool of one game on a level, in a worker if a run has workers."""
+    return one_level_pool(args, model, np.array([EVAL_SEED]), min(1, args.num_workers), level)
+
+
+def try_episode(model, pool):
+    """Play an episode from its seed, one step after the other. Returns the Trial."""
+    arrays = pool.arrays
+    generator = torch.Generator().manual_seed(EVAL_SEED)
+    pool.call("seed", EVAL_SEED)
+    began = time.perf_counter()
+    pool.call("start")
+    reset_seconds = time.perf_counter() - began
+
+    obs = [arrays["obs"][0].copy()]
+    rewards = []
+    seconds = []
+    while not arrays["finished"][0] and len(rewards) < EVAL_STEPS:
+        arrays["seconds"][:] = 0
+        draw_noise(model, pool, generator)
+        pool.play(model, 1)
+        obs.append(arrays["next_obs"][0].copy())
+        rewards.append(arrays["rewards"][0])
+        seconds.append(arrays["seconds"].sum())
+    end = "cut off"
+    for name in ("terminated", "truncated"):
+        if arrays[name][0]:
+            end = name
+    return Trial(np.array(obs), np.array(rewards), reset_seconds, np.array(seconds), end)
+
+
+def same_episode(first, again):
+    """Whether two Trials have the same observations and rewards."""
+    if len(first.rewards) != len(again.rewards):
+        return False
+    pairs = [(first.obs, again.obs), (first.rewards, again.rewards)]
+    return all(np.allclose(a, b, 1e-4, 1e-6, equal_nan=True) for a, b in pairs)
+
+
+def save_in_mid_episode(model, pool, num_steps):
+    """Save the pool's game after some steps, and take one more.
+
+    Returns the arrays and the states that were saved, the noise of that step and its observation.
+    """
+    generator = torch.Generator().manual_seed(EVAL_SEED)
+    pool.call("seed", EVAL_SEED)
+    pool.call("start")
+    for _ in range(num_steps):
+        draw_noise(model, pool, generator)
+        pool.play(model, 1)
+    arrays = {name: array.copy() for name, array in pool.arrays.items()}
+    states = sum(pool.call("get_state"), [])
+    draw_noise(model, pool, generator)
+    noise = pool.buffer["noise"].copy()
+    pool.play(model, 1)
+    return arrays, states, noise, pool.arrays["next_obs"][0].copy()
+
+
+def go_on_from(model, pool, arrays, states, noise, next_obs):
+    """Take up a saved game and its next step. Returns None, or a line if it leads elsewhere."""
+    for name, array in arrays.items():
+        pool.arrays[name][:] = array
+    problems = sum(pool.call("start", states), [])
+    if problems:
+        return problems[0]
+    pool.buffer["noise"][:] = noise
+    pool.play(model, 1)
+    if not np.array_equal(pool.arrays["next_obs"][0], next_obs, equal_nan=True):
+        return "after saving and loading the next observation is another one"
+    return None
+
+
+def try_starts(args, model):
+    """Return None, or a line on why the levels do not start alike; from eight seeds."""
+    few = copy.copy(args)
+    few.num_envs = 8
+    workers = min(few.num_envs, args.num_workers)
+    with closing(make_pool(few, model, game_seeds(few, 0), workers)) as pool:
+        seeds = draw_seeds(few.num_envs, args.seed)
+        pool.call("start", None, np.broadcast_to(seeds, (2, len(args.levels), few.num_envs)))
+        pool.call("follow_finest")
+        shown = pool.arrays["obs"][OWN].copy()
+        return problem_of_starts(model, pool, few, shown, np.arange(few.num_envs))
+
+
+def hints_of_scale(args, obs=(), returns=()):
+    """Return lines on observations and returns that are far from 1, if nothing normalises them."""
+    lines = []
+    if np.size(obs) and not args.norm_obs:
+        largest = np.abs(obs).max()
+        if largest > 10:
+            lines.append("large observations: --norm-obs?")
+        elif 0 < largest < 0.01:
+            lines.append("small observations: --norm-obs?")
+    if np.size(returns) and not args.norm_value:
+        largest = np.abs(returns).max()
+        if largest > 10:
+            lines.append("large returns: --norm-value?")
+        elif 0 < largest < 0.01:
+            lines.append("small returns: --norm-value?")
+    return lines
+
+
+def hints_of_ends(args, trials):
+    """Return lines on how the episodes of all levels end."""
+    lines = []
+    lengths = {len(trial.rewards) for trial in trials}
+    ends = {trial.end for trial in trials}
+    longest = max(lengths)
+    if "cut off" in ends:
+        lines.append(f"an episode is not over after {EVAL_STEPS:,} steps: does it ever end?")
+    elif longest > max(args.num_steps):
+        lines.append(f"an iteration is shorter than an episode: --num-steps {longest}?")
+    if ends == {"truncated"} and len(lengths) == 1:
+        lines.append(
+            f"all episodes are truncated after {longest} steps: V counts on rewards that would "
+            "follow. If none would, return terminated=True there, with the time in the observation"
+        )
+    return lines
+
+
+def returns_of(trials):
+    """Return the sums of rewards, (L,)."""
+    return np.array([trial.rewards.sum() for trial in trials])
+
+
+def trial_cells(trial):
+    """Return a Trial's entries in the table of --check."""
+    others = trial.step_seconds[1:-1]  # without the last, which includes a reset
+    other = f"{others.mean():.2g}" if len(others) else "-"
+    first = f"{trial.step_seconds[0]:.2g}"
+    cells = [f"{trial.reset_seconds:.2g}", first, other, len(trial.rewards), trial.end]
+    return [*cells, f"{trial.rewards.sum():.4g}"]
+
+
+def print_row(cells):
+    """Print a row of the table of --check."""
+    print("".join(str(cell).rjust(16) for cell in cells), flush=True)
+
+
+def print_scales(args, model, trials):
+    """Print how large observations, rewards and actions are."""
+    obs = np.concatenate([trial.obs for trial in trials])
+    rewards = np.concatenate([trial.rewards for trial in trials])
+    entry = int(np.abs(obs).max(axis=0).argmax())
+    print(f"\nobservations: {obs.min():.4g} to {obs.max():.4g}, entry {entry} is the largest")
+    print(f"rewards: {rewards.min():.4g} to {rewards.max():.4g}")
+    space = model.action_space
+    if isinstance(space, gym.spaces.Box):
+        bounds = f"{space.low.min():.4g} to {space.high.max():.4g}"
+        print(f"actions: 0 ± {math.exp(args.init_log_std):.3g} at first, cut to {bounds}")
+    else:
+        print(f"actions: {space}")
+
+
+def print_costs(args, costs):
+    """Print measured costs as an option, and how long a run of the default length takes."""
+    args.level_costs = costs
+    if args.num_iterations:
+        seconds = args.num_iterations * Adaptive(args).seconds(len(args.levels) - 1)
+    else:
+        seconds = (args.total_cost or default_cost(args)) * costs[-2]
+    words = " ".join(f"{cost:.3g}" for cost in costs)
+    print(f"\n--level-costs {words}   seconds of a step, {args.num_workers} workers; of an update")
+    print(f"--hours {seconds / 3600:.3g}   what a run takes without this option")
 
 
 # ------------------------------------------------------------------------------------ reservoirs
@@ -4092,13 +4326,14 @@ MAY_CHANGE += ["failed_reward", "baseline"]
 # These may be other ones, too, when it is analysed.
 MAY_ANALYSE = ["num_envs", "num_steps", "levels", "level_costs", "seed"]
 # These options are not kept in config.json.
-NOT_KEPT = ["resume", "eval", "sample", "video", "export_onnx", "quiet", "analyse"]
+NOT_KEPT = ["resume", "eval", "sample", "video", "export_onnx", "quiet", "analyse", "check"]
 FLAG = argparse.BooleanOptionalAction  # --x and --no-x
 
 EXAMPLES = """
 examples:
   python ppo_multilevel.py --env ResSim-v1                         train, one level at a time
-  python ppo_multilevel.py --env my.py:Rod --levels 1 2 3          train on your own simulation
+  python ppo_multilevel.py --env my.py:Rod --levels 1 2 3 --check  look at your own simulation
+  python ppo_multilevel.py --env my.py:Rod --levels 1 2 3          train on it
   python ppo_multilevel.py --env my.py:Rod --levels 1 2 3 --analyse    see what levels are worth
   python ppo_multilevel.py --eval RUN_DIR --video                  evaluate, and film an episode
 """
@@ -4395,9 +4630,12 @@ def check_eval_options(parser, args):
 
 
 def check_analyse_options(parser, args):
-    """Refuse --analyse together with what trains or evaluates."""
+    """Refuse --analyse and --check together with what trains or evaluates."""
     if args.analyse is not None and (args.eval or args.resume or NUM_RANKS > 1):
         parser.error("argument --analyse: not with --eval, --resume, torchrun")
+    others = args.eval or args.resume or args.analyse is not None
+    if args.check and (others or NUM_RANKS > 1):
+        parser.error("argument --check: not with --eval, --resume, --analyse, torchrun")
 
 
 def options_of_run(parser, argv, args, run_dir, may_change):
@@ -4542,6 +4780,9 @@ def main():
             returns = evaluate_run(args)
             if args.baseline:
                 compare_with_baseline(args, returns)
+            return 0
+        if args.check:
+            check_simulation(args)
             return 0
         if args.analyse is not None:
             analyse(args)

@@ -1,0 +1,192 @@
+"""Tests of --check: what it prints of simulations that are known, right or wrong."""
+
+import multiprocessing
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from test_adaptive import Solver
+from test_multilevel import install
+
+import ppo_multilevel as ml
+
+WORDS = "--levels 1 2 --num-envs 4 --num-minibatches 2 --hidden 8 --num-workers 0".split()
+
+
+class Pendulum(gym.Env):
+    """A swing of ten steps that is right on all levels; its flaws are attributes."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    end = "terminated"
+    scale = 1.0
+
+    def __init__(self, level):
+        self.level = level
+
+    def see(self):
+        return np.float32(self.scale * self.state)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        self.state = self.np_random.normal(size=2)
+        return self.see(), {}
+
+    def step(self, action):
+        self.t += 1
+        position, speed = self.state
+        speed += 0.1 * (float(action[0]) - position)
+        self.state = np.array([position + 0.1 * speed / self.level, speed])
+        over = self.t == 10
+        terminated = over and self.end == "terminated"
+        return (
+            self.see(),
+            -0.1 * self.scale * abs(position),
+            terminated,
+            over and not terminated,
+            {},
+        )
+
+
+class Unseeded(Pendulum):
+    """Its starts are chance."""
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=None)
+
+
+class Unlike(Pendulum):
+    """A seed is another start on each level."""
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=None if seed is None else seed * 10 + self.level)
+
+
+class Forgetful(Pendulum):
+    """It has a state that get_state forgets."""
+
+    def get_state(self):
+        return 0
+
+    def set_state(self, state):
+        pass
+
+
+class Hidden(Pendulum):
+    """It draws from a generator that a replay does not know."""
+
+    private = np.random.default_rng(1)
+
+    def step(self, action):
+        self.state = self.state + 1e-3 * self.private.normal(size=2)
+        return super().step(action)
+
+
+class Long(Pendulum):
+    """Its episodes are cut after ten steps by a time limit."""
+
+    end = "truncated"
+
+
+class Large(Pendulum):
+    """Its numbers are far from 1."""
+
+    scale = 1e4
+
+
+class Small(Pendulum):
+    """Its numbers are far below 1."""
+
+    scale = 1e-6
+
+
+def checked(monkeypatch, capsys, kind, *more):
+    """Return what --check prints of a simulation: its lines, and those after the word advice."""
+    ml.check_simulation(
+        ml.parse_args(["--check", "--env", install(monkeypatch, kind), *WORDS, *more])
+    )
+    out, err = capsys.readouterr()
+    facts, _, advice = out.partition("advice")
+    return facts.splitlines(), [*advice.splitlines()[1:], *err.splitlines()]
+
+
+# Where the same seed does not lead to the same episode, playing it again leads elsewhere, too.
+VARIES = []
+for level in (1, 2):
+    VARIES += [f"level {level}: reset(seed) varies: README, Randomness"]
+    VARIES += [
+        f"level {level}: a resumed run starts a new episode: ValueError: playing its actions"
+    ]
+FORGETS = "a resumed run starts a new episode: after saving and loading the next observation"
+FLAWS = {
+    Pendulum: [],
+    Unseeded: [*VARIES, "levels start unlike, see README, Randomness"],
+    Hidden: VARIES,
+    Unlike: ["levels start unlike, see README, Randomness"],
+    Forgetful: [f"level 1: {FORGETS}", f"level 2: {FORGETS}"],
+    Long: ["all episodes are truncated after 10 steps: V counts on rewards"],
+    Large: ["large observations: --norm-obs?", "large returns: --norm-value?"],
+    Small: ["small observations: --norm-obs?", "small returns: --norm-value?"],
+}
+
+
+@pytest.mark.parametrize("kind", FLAWS, ids=[kind.__name__ for kind in FLAWS])
+def test_flaws_are_found(monkeypatch, capsys, kind):
+    """Each flaw has its line, and there is no other one."""
+    _, advice = checked(monkeypatch, capsys, kind)
+    told = [line for line in advice if not line.startswith("reset(seed) varies")]  # of all levels
+    assert len(told) == len(FLAWS[kind])
+    for line, words in zip(told, FLAWS[kind]):
+        assert line.startswith(words)
+
+
+def test_options_that_answer_the_advice(monkeypatch, capsys):
+    """With the options that it names there is no advice."""
+    assert checked(monkeypatch, capsys, Large, "--norm-obs", "--norm-value")[1] == []
+    short = ["--num-steps", "8"]
+    (line,) = checked(monkeypatch, capsys, Pendulum, *short)[1]
+    assert line == "an iteration is shorter than an episode: --num-steps 10?"
+
+
+def test_what_is_printed(monkeypatch, capsys):
+    """A row for each level with its seconds, then scales, costs as an option, and hours."""
+    monkeypatch.setattr(ml.time, "perf_counter", lambda: Solver.clock)
+    lines, advice = checked(monkeypatch, capsys, Solver, "--num-steps", "4")
+    rows = [line.split() for line in lines[1:3]]
+    assert rows == [
+        ["1", "7", "5", "1", "4", "terminated", "0"],
+        ["2", "70", "50", "10", "4", "terminated", "0"],
+    ]
+    assert "observations: 0 to 0, entry 0 is the largest" in lines
+    assert "rewards: 0 to 0" in lines
+    assert "actions: 0 ± 1 at first, cut to -1 to 1" in lines
+    assert "--level-costs 3.75 37.5 0   seconds of a step, 0 workers; of an update" in lines
+    hours = 100 * 4 * 4 * 37.5 / 3600  # iterations, actors, steps, seconds
+    assert f"--hours {hours:.3g}   what a run takes without this option" in lines
+    assert advice == []
+
+
+def test_simulations_run_in_workers(monkeypatch, capsys):
+    """A solver's threads that have run in a process are lost in those that it forks."""
+
+    class Threaded(Pendulum):
+        def step(self, action):
+            assert multiprocessing.parent_process() is not None, "stepped before workers fork"
+            return super().step(action)
+
+    assert checked(monkeypatch, capsys, Threaded, "--num-workers", "2")[1] == []
+
+
+def test_one_level(monkeypatch, capsys):
+    """A simulation with one level can be looked at, too."""
+    facts, advice = checked(monkeypatch, capsys, Pendulum, "--levels", "2")
+    assert advice == [] and facts[1].split()[0] == "2"
+
+
+@pytest.mark.parametrize("other", ["--analyse", "--eval=x", "--resume=x"])
+def test_not_with_other_work(capsys, other):
+    """One line names the option."""
+    with pytest.raises(SystemExit):
+        ml.parse_args(["--check", other])
+    assert "argument --check: not with" in capsys.readouterr().err
