@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import ppo_multilevel as ml
+
 sys.path.insert(0, str(Path(__file__).parent / "examples"))
 
 
@@ -40,3 +42,57 @@ def test_controlgym_levels_start_alike_and_converge(make):
         env.last = obs
     coarse, middle = [abs(env.last - envs[2].last).max() for env in envs[:2]]
     assert 0 < middle < coarse
+
+
+@pytest.fixture
+def opm_flow():
+    """Return the module of the example."""
+    pytest.importorskip("opm.simulators", reason="needs the packages opm and opm-simulators")
+    import opm_flow
+
+    return opm_flow
+
+
+def test_opm_flow_episode(opm_flow):
+    """One pore volume is injected, so that as much is produced: oil first, then water, too."""
+    env = opm_flow.Flow(level=1)
+    obs, _ = env.reset(seed=3)
+    total = 0.0
+    for step in range(1, 9):
+        obs, reward, terminated, truncated, _ = env.step(opm_flow.equal(obs))
+        total += reward
+        assert obs[-1] == step / 8 and terminated == (step == 8) and not truncated
+    oil, water = env.totals / opm_flow.PORE_VOLUME
+    assert oil + water == pytest.approx(1, abs=0.02)  # rock and fluids are hardly compressible
+    assert total == pytest.approx(oil - 0.25 * water)
+    assert (obs[8:12] > 0).any() and env.folder.exists()
+    env.close()
+    assert not env.folder.exists()
+
+
+def test_opm_flow_levels_have_the_same_rock(opm_flow):
+    """A seed is one rock on all levels: a coarse cell has the geometric mean of the cells in it."""
+    fields = []
+    for level in (1, 2, 3):
+        env = opm_flow.Flow(level)
+        env.np_random = np.random.default_rng(5)
+        fields.append(np.log(env.draw_permeability()))
+        env.close()
+    for coarse, fine in zip(fields, fields[1:]):
+        n = len(coarse)
+        assert np.allclose(coarse, fine.reshape(n, 2, n, 2).mean(axis=(1, 3)))
+
+
+def test_opm_flow_is_resumed(opm_flow, tmp_path, capsys):
+    """Without get_state its episodes are replayed, to the same bits."""
+    argv = ["--env", f"{opm_flow.__file__}:Flow", "--levels", "1", "--num-envs", "2"]
+    argv += "--num-steps 5 --num-minibatches 2 --num-workers 0 --eval-every 0 --quiet".split()
+    runs = []
+    for name, iterations in {"whole": "2", "part": "1"}.items():
+        words = ["--num-iterations", iterations, "--log-dir", str(tmp_path / name)]
+        runs.append(ml.train(ml.parse_args([*argv, *words])))
+    words = ["--resume", str(runs[1].run_dir), "--num-iterations", "2", "--quiet"]
+    resumed = ml.train(ml.parse_args(words))
+    assert capsys.readouterr().err == ""  # no game has started a new episode
+    for name, weights in runs[0].model.state_dict().items():
+        assert (resumed.model.state_dict()[name] == weights).all(), name
