@@ -85,7 +85,7 @@ def test_opm_flow_levels_have_the_same_rock(opm_flow):
 
 def test_opm_flow_is_resumed(opm_flow, tmp_path, capsys):
     """Without get_state its episodes are replayed, to the same bits."""
-    argv = ["--env", f"{opm_flow.__file__}:Flow", "--levels", "1", "--num-envs", "2"]
+    argv = ["--env", "opm_flow:Flow", "--levels", "1", "--num-envs", "2"]
     argv += "--num-steps 5 --num-minibatches 2 --num-workers 0 --eval-every 0 --quiet".split()
     runs = []
     for name, iterations in {"whole": "2", "part": "1"}.items():
