@@ -1,5 +1,6 @@
 """Tests of tests/examples: adapters to packages that the project does not need itself."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -96,3 +97,22 @@ def test_opm_flow_is_resumed(opm_flow, tmp_path, capsys):
     assert capsys.readouterr().err == ""  # no game has started a new episode
     for name, weights in runs[0].model.state_dict().items():
         assert (resumed.model.state_dict()[name] == weights).all(), name
+
+
+def test_permeability_fields_of_your_own(tmp_path, monkeypatch):
+    """The code that examples/README.md shows has other fields for training, evaluation, checks."""
+    text = (Path(__file__).parent / "examples" / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    rng = np.random.default_rng(0)
+    fields = 1e-13 * rng.uniform(1, 2, (48, 128, 128))
+    np.save(tmp_path / "my_fields.npy", fields)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_reservoir.py").write_text(code)
+    make = ml.load_make(f"{tmp_path}/my_reservoir.py:make")
+    found = [make(5), make(5, evaluation=True), make(5, validation=True)]
+    for env, own in zip(found, np.split(fields, 3)):
+        assert np.array_equal(env.grid.perm, own)
+    coarse = make(1)
+    coarse.reset(seed=1)
+    obs, reward, *_ = coarse.step(coarse.action_space.high)
+    assert np.isfinite(obs).all() and 0 < reward < 1

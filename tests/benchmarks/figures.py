@@ -37,7 +37,7 @@ BELOW = ["finest level alone", "one coarser", "two coarser", "three coarser", "f
 
 def adaptive():
     """The rule and the single levels, a panel per case: returns against seconds."""
-    figure, axes = plt.subplots(2, 3, figsize=(13, 7.5))
+    figure, axes = plt.subplots(2, 4, figsize=(16, 7.5))
     for case, ax in zip(TITLES, axes.flat):
         curves = tables.recorded(case)
         last = len(learn_ressim.COSTS[case])
