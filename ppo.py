@@ -7,11 +7,13 @@
     tensorboard --logdir runs
 
 How to read this file
+    Is reinforcement learning new to you? Read that section of README.md first: it has six terms.
     The algorithm comes first: `train`, and below it everything that `train` calls, down to the
-    network. The machinery starts at the section "speed": environments, worker processes, run
-    folders, evaluation, the command line. Several processes can train one model together, started
-    by torchrun; they are called ranks. In a single process the functions `gathered` and `averaged`
-    return what they are given, so a first reading can skip them.
+    network. Read `train`, `rollout`, `play`, `gae`, `losses`, `update` in this order. The machinery
+    starts at the section "speed": environments, worker processes, run folders, evaluation, the
+    command line. Several processes can train one model together, started by torchrun; they are
+    called ranks. In a single process RANK is 0 and NUM_RANKS is 1. Then `gathered`, `averaged`,
+    `own_rows` and `average_gradients` change nothing, so a first reading can skip them.
 
 The algorithm
     Each iteration plays T steps in N environments with the current policy, which is then called
@@ -28,20 +30,26 @@ The algorithm
 The ideas behind it
     V(s) is the value function. It predicts the discounted sum of the rewards that follow state s.
     The advantage Â_t says how much better the action a_t was than V expected.
-    λ chooses how many rewards Â_t uses before it relies on V. λ = 0 bootstraps after one reward:
-    low variance, but it inherits V's errors. λ = 1 uses all rewards: unbiased, but noisy.
+    R_t is what V is fitted to; the code calls it `returns`.
+    λ chooses how many rewards Â_t uses before it relies on V. λ = 0 relies on V after one reward:
+    low variance, but V's errors enter. λ = 1 uses all rewards up to the end of the episode or of
+    the rollout: noisy, but V's errors enter only where the rollout cuts an episode.
     Environment steps are expensive, so each batch is reused for K epochs; the ratio r_t(θ)
-    corrects for the policy having changed since. A ratio far from 1 is mostly noise, so it is
-    clipped: an action whose probability has already changed by more than ε gets no gradient to
-    move further in that direction. The minimum keeps the gradient that moves it back.
+    corrects for the policy having changed since. A ratio far from 1 gives a single row a large
+    weight, and Â_t was measured for the old policy. So the ratio is clipped: once an action's
+    probability has changed by a factor beyond 1 ± ε in the direction that Â_t asks for, its
+    gradient is 0. The minimum keeps the gradient that moves it back.
     At r_t(θ) = 1 the gradient of −r_t(θ) Â_t is that of a cross-entropy loss whose label is the
     action a_t and whose weight is Â_t.
     The entropy H rewards a policy that keeps trying different actions.
 
 Notation and shapes
+    s_t state or observation, a_t action, r_t reward; r_t(θ) is a ratio of probabilities, and no
+    reward. π_θ(a|s) is the probability of a in s with the weights θ, γ the discount per step.
+    E[·] mean over the rows of a minibatch, KL(p, q) = E_p[log p − log q].
     T steps (--num-steps), N environments (--num-envs), K epochs, B minibatches of M rows.
-    D observation entries, A action entries, n logits of a discrete policy.
-    H features of a recurrent policy's memory, S entries of its whole state.
+    D observation entries, A action entries, n logits of a discrete policy, F features of the last
+    hidden layer, H features of a recurrent policy's memory, S entries of its whole state.
     What is stored at index t belongs to the action at step t. `terminated` means that this action
     ended the task. `truncated` means that a time limit cut the episode short, so V(s_{t+1}) stands
     for the rewards that would have followed. done_t is 1 after either.
@@ -108,7 +116,9 @@ def add_ppo_options(parser):
     add("--update-epochs", type=count, default=4, help="K, passes over a rollout (3 to 30)")
     add("--norm-adv", choices=modes, default="minibatch", help="over what to normalise advantages")
     add("--clip-coef", type=positive, default=0.2, help="ε, clip r_t(θ) at 1 ± ε (0.1 to 0.3)")
-    add("--clip-vloss", action=FLAG, default=True, help="clip V's change at ±ε too, in V's units")
+    add(
+        "--clip-vloss", action=FLAG, default=True, help="clip the change of V, too: at ±ε, absolute"
+    )
     add("--ent-coef", type=not_negative, default=0.01, help="c_e, weight of entropy (0 to 0.01)")
     add("--vf-coef", type=not_negative, default=0.5, help="c_v, weight of the value loss (0.5, 1)")
     add("--max-grad-norm", type=positive, default=0.5, help="clip the gradient to this global norm")
@@ -137,13 +147,33 @@ def add_own_options(parser):
     positive = real(1e-300)
     cells = ("gru", "lstm")
     add("--env", default="CartPole-v1", help="Gymnasium id, or module:id")
-    add("--num-steps", type=many, default=128, help="T, steps per iteration (16 to 2048)")
-    add("--norm-reward", action=FLAG, default=False, help="divide rewards by σ of the return")
+    add(
+        "--num-steps",
+        type=many,
+        default=128,
+        help="T, steps of each env per iteration (16 to 2048)",
+    )
+    add(
+        "--norm-reward",
+        action=FLAG,
+        default=False,
+        help="divide rewards by σ of their discounted sum so far",
+    )
     add("--action-masks", action=FLAG, help="use the env's action masks; by default if it has them")
-    add("--time-limit-bootstrap", action=FLAG, default=True, help="after a time limit, V counts")
-    add("--baseline", action=FLAG, default=True, help="off: no V, Â_t = Σ_k (γλ)^k r_{t+k}")
-    add("--kl-coef", type=real(0), default=0.0, help="β of a KL penalty besides (0.01 to 3)")
-    add("--adaptive-lr", type=positive, help="adapt the rate to this KL, up to 1e-2 (0.01)")
+    add(
+        "--time-limit-bootstrap",
+        action=FLAG,
+        default=True,
+        help="add γ V(s_{t+1}) where a time limit ends an episode",
+    )
+    add("--baseline", action=FLAG, default=True, help="use V; without it Â_t = Σ_k (γλ)^k r_{t+k}")
+    add(
+        "--kl-coef",
+        type=real(0),
+        default=0.0,
+        help="β, weight of a KL penalty in the loss (0.01 to 3)",
+    )
+    add("--adaptive-lr", type=positive, help="change the rate so that KL stays near this (0.01)")
     add("--value-learning-rate", type=positive, help="rate of V alone, if not --learning-rate")
     add("--rnn", choices=cells, help="memory in front of the hidden layers; B must divide N")
     add("--rnn-size", type=integer(1, 10_000), default=64, help="H, width of the memory")
@@ -176,7 +206,8 @@ def train(args):
             # Learn: K epochs of minibatch steps towards the better actions.
             row |= update(model, optimizer, batch, args, generator)
 
-            # Normalise by what was seen, but only now: the update needs the policy that sampled.
+            # Only now update the mean and σ of observations. They are part of the policy, so
+            # before the update they would make r_t(θ) ≠ 1 at its start.
             if args.norm_obs:
                 model.obs_norm.update(buffer["obs"].flatten(0, 1))
 
@@ -215,13 +246,14 @@ def rollout(model, pool, args, generator):
     tensors (T, N, ...): obs, actions, logprobs, values, next_values, rewards, terminated,
     truncated, next_obs, and `discounted`, the discounted sum of rewards since the episode began.
     """
-    # Draw the noise of all T · N actions first, in this process, and give every worker the part of
-    # its games. The actions do not depend on how many workers there are, but for rounding.
+    # Noise makes the sample: an action is `head.sample(pi, noise)`. Draw the noise of all T · N
+    # actions first, in this process, and give every worker the part of its games. The actions do
+    # not depend on how many workers there are, but for rounding.
     noise = model.head.noise(args.num_steps * args.num_envs, generator)
     noise = noise.view(args.num_steps, args.num_envs, -1)
     noise = noise.chunk(NUM_RANKS, dim=1)[RANK]  # (T, N / ranks, ·), this rank's games
     pool.buffer["noise"][:] = noise
-    pool.play(model, args.num_steps)
+    pool.play(model, args.num_steps)  # every process calls `play`, below
 
     names = model.stored + RESULTS
     buffer = {name: torch.tensor(pool.buffer[name]) for name in names}  # copies, (T, N, ...)
@@ -239,6 +271,9 @@ RESULTS += ["ended", "episode_return", "episode_length"]
 
 def play(games, num_steps, sample=True, first_episodes=False):
     """Play the games of one process: act, step, record, `num_steps` times.
+
+    A game is an environment that starts its next episode by itself. `games.arrays` (N, ...) hold
+    what the games show and do now, `games.buffer` (T, N, ...) what is recorded.
 
     Every step in this script is taken here: in rollouts and evaluations, in workers and in the main
     process. The policy samples its actions from the buffer's noise, or takes its mode. With
@@ -263,7 +298,7 @@ def play(games, num_steps, sample=True, first_episodes=False):
 
 
 def check_finite(buffer, who="game"):
-    """Raise GameError at the first NaN, infinity, or number whose square overflows float32."""
+    """Raise GameError at the first NaN, infinity, or number whose square is too large: 1e15."""
     for name in ("next_obs", "rewards", "obs"):
         wrong = ~(buffer[name].abs() < 1e15)  # NaN < 1e15 is False
         if wrong.any():
@@ -326,8 +361,9 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     # γλ (1 − done_t)
     decay = gamma * gae_lambda * ~(terminated | truncated)
 
-    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. After the last step V stands for the rest.
-    delta = list(delta)  # the steps' rows, (N,)
+    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. At the last step it is δ_t, where
+    # V(s_{t+1}) stands for all later rewards.
+    delta = list(delta)  # the steps' rows, (N,), which are faster to index
     decay = list(decay)
     A = list(delta)
     for t in reversed(range(len(A) - 1)):
@@ -381,8 +417,8 @@ def explained_variance(batch):
 def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
-    `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs
-    and values of π_old, advantages, returns. With a recurrent policy of ppo.py all are (T, M, ...).
+    `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
+    π_old, values of V before the update, advantages, returns. With --rnn all are (T, M, ...).
     Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,).
     """
     pi, values = model(**{name: batch[name] for name in model.inputs})
@@ -535,7 +571,7 @@ def make_model(args):
         model = Model(env.observation_space.shape[0], env.action_space, args)
     device = "cpu" if args.device == "auto" else args.device
     model = model.to(device, torch.float32)  # an env's library may have set another default
-    model.obs_norm.double()  # float32 cannot tell one second since 1970 from the next
+    model.obs_norm.double()  # float32 rounds large numbers, such as Unix times, too coarsely
     return model
 
 
@@ -639,7 +675,11 @@ ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 
 
 def layer_init(layer, gain=2**0.5):
-    """Initialise a linear or convolutional layer: orthogonal weight times `gain`, zero bias."""
+    """Initialise a linear or convolutional layer: orthogonal weight times `gain`, zero bias.
+
+    √2 keeps the scale of features through hidden layers. A policy's last layer has 0.01, so that
+    its first actions are nearly uniform, or have means near 0.
+    """
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -687,7 +727,10 @@ class Categorical(nn.Module):
         )
 
     def sample(self, logp, noise=None):
-        """Return actions (M, ...): argmax(log π + Gumbel noise) has the law of π. Or the mode."""
+        """Return actions (M, ...): argmax(log π + Gumbel noise) is a sample of π.
+
+        Without noise it is the mode, the most likely action.
+        """
         scores = logp if noise is None else logp + noise
         parts = scores.split(self.choices, dim=-1)
         actions = torch.stack([part.argmax(-1) for part in parts], dim=-1)
@@ -876,7 +919,9 @@ def fast_act(model):
 
     layers = [*model.actor, *model.head.children()]
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    weights = [layer.weight.detach().numpy().T for layer in linear]  # views: they see every update
+    # Weights and biases are views of the model's. σ and the normaliser's numbers are copies, since
+    # `fast_act` is called anew for each rollout.
+    weights = [layer.weight.detach().numpy().T for layer in linear]
     biases = [layer.bias.detach().numpy() for layer in linear]
     discrete = isinstance(model.head, Categorical)
     sigma = None if discrete else model.head.log_std.detach().exp().numpy()
@@ -1018,7 +1063,7 @@ class Game:
         if video:
             self.env = first_episode_video(self.env, video)
         self.space = self.env.action_space
-        self.ignores_masks = args.action_masks is None  # there was none after the first reset
+        self.expects_no_masks = args.action_masks is None  # there was none after the first reset
 
         # What `get_state` saves: the actions so far, and the state that the env's random generator
         # had before the episode's reset, or None if the reset was by the game's seed.
@@ -1098,7 +1143,7 @@ class Game:
         self.arrays[name][self.n] = obs
         if name == "obs" and "action_mask" in self.arrays:
             self.arrays["action_mask"][self.n] = action_mask(self.env, info)
-        elif name == "obs" and self.ignores_masks and "action_mask" in info:
+        elif name == "obs" and self.expects_no_masks and "action_mask" in info:
             raise ValueError(MASK_NEEDED)
 
     def place(self):
@@ -1670,7 +1715,7 @@ class Run(AbstractContextManager):
             report(f"{len(problems)} of {len(states)} games start new episodes: {problems[0]}")
 
     def stop(self, signum, _):
-        """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
+        """Note a signal. A repeat within a second is ignored, a Ctrl-C after that stops at once."""
         if self.signal is None:
             self.signal = signum
             self.asked = time.monotonic()

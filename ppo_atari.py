@@ -92,7 +92,9 @@ def add_ppo_options(parser):
     add("--update-epochs", type=count, default=4, help="K, passes over a rollout (3 to 30)")
     add("--norm-adv", choices=modes, default="minibatch", help="over what to normalise advantages")
     add("--clip-coef", type=positive, default=0.2, help="ε, clip r_t(θ) at 1 ± ε (0.1 to 0.3)")
-    add("--clip-vloss", action=FLAG, default=True, help="clip V's change at ±ε too, in V's units")
+    add(
+        "--clip-vloss", action=FLAG, default=True, help="clip the change of V, too: at ±ε, absolute"
+    )
     add("--ent-coef", type=not_negative, default=0.01, help="c_e, weight of entropy (0 to 0.01)")
     add("--vf-coef", type=not_negative, default=0.5, help="c_v, weight of the value loss (0.5, 1)")
     add("--max-grad-norm", type=positive, default=0.5, help="clip the gradient to this global norm")
@@ -285,8 +287,9 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     # γλ (1 − done_t)
     decay = gamma * gae_lambda * ~(terminated | truncated)
 
-    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. After the last step V stands for the rest.
-    delta = list(delta)  # the steps' rows, (N,)
+    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. At the last step it is δ_t, where
+    # V(s_{t+1}) stands for all later rewards.
+    delta = list(delta)  # the steps' rows, (N,), which are faster to index
     decay = list(decay)
     A = list(delta)
     for t in reversed(range(len(A) - 1)):
@@ -317,8 +320,8 @@ def explained_variance(batch):
 def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
-    `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs
-    and values of π_old, advantages, returns. With a recurrent policy of ppo.py all are (T, M, ...).
+    `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
+    π_old, values of V before the update, advantages, returns. With --rnn all are (T, M, ...).
     Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,).
     """
     pi, values = model(**{name: batch[name] for name in model.inputs})
@@ -551,7 +554,11 @@ class Model(nn.Module):
 
 # ------------------------------------------------------------------------ heads and normalisers
 def layer_init(layer, gain=2**0.5):
-    """Initialise a linear or convolutional layer: orthogonal weight times `gain`, zero bias."""
+    """Initialise a linear or convolutional layer: orthogonal weight times `gain`, zero bias.
+
+    √2 keeps the scale of features through hidden layers. A policy's last layer has 0.01, so that
+    its first actions are nearly uniform, or have means near 0.
+    """
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -576,7 +583,10 @@ class Categorical(nn.Module):
         )
 
     def sample(self, logp, noise=None):
-        """Return actions (M,): argmax(log π + Gumbel noise) has the law of π. Or the mode."""
+        """Return actions (M,): argmax(log π + Gumbel noise) is a sample of π.
+
+        Without noise it is the mode, the most likely action.
+        """
         scores = logp if noise is None else logp + noise
         return scores.argmax(-1)
 
@@ -1278,7 +1288,7 @@ class Run(AbstractContextManager):
             report(f"{len(problems)} of {len(states)} games start new episodes: {problems[0]}")
 
     def stop(self, signum, _):
-        """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
+        """Note a signal. A repeat within a second is ignored, a Ctrl-C after that stops at once."""
         if self.signal is None:
             self.signal = signum
             self.asked = time.monotonic()

@@ -8,13 +8,18 @@
 How to read this file
     This is `ppo.py` for a simulation that exists on L levels (grids, time steps), coarse to fine.
     GAE, the losses, the network and the machinery are those of ppo.py. What is new stands in
-    `train`, `rollout`, `update` and in the section "levels". Two schedules choose the levels:
-    *adaptive*, the default, trains on one level at a time, the one that teaches most per second.
-    It goes by costs, by correlations with the finest level and by checks on it, see `Adaptive`.
-    *together* is the paper's multilevel Monte Carlo, see `Together`. In each iteration N actors
-    take many steps, T^1, on the coarsest level and few, T^L, on the finest.
+    `train`, `rollout`, `update` and in the section "levels". Two schedules choose the levels.
+    Masks and recurrent policies, of which shared functions speak, are only in ppo.py.
 
-The algorithm of the schedule together
+The schedule adaptive, the default
+    Each iteration is PPO on one level, the one with the largest trust · ρ² / seconds. ρ is the
+    correlation of a level's returns with those of the finest level. Trust says whether training on
+    the level has helped on the finest one lately. For a first reading take `train` and `Adaptive`,
+    and skip partners, weights and coupling, which only the other schedule uses.
+
+The schedule together, the paper's
+    In each iteration N actors take many steps, T^1, on the coarsest level and few, T^L, on the
+    finest. It is multilevel Monte Carlo in the loss, see `Together`.
     On a level l > 1 each actor has a partner, which plays the same simulation on level l − 1 with
     the same noise. The losses of the two differ little, so that few samples tell by how much. The
     coarsest level's loss plus the differences is the finest level's loss:
@@ -27,27 +32,32 @@ The algorithm of the schedule together
     a row of a partner (ℓ̃) −1/M^l, times control weights β, see `Together`. One forward pass over
     all rows of a minibatch gives the loss. With one level the script is ppo.py, bit for bit.
 
-A simulation
-    is a class or function `make(level, evaluation=False, validation=False)` that returns Gymnasium
-    envs. Spaces and rewards (means, not sums) are the same on all levels. The last two arguments,
-    if the function has them, ask for starts of their own. Pairs of levels also use, if they are
-    there: `psi()`, which returns the observation of the state, and `map_from(other)`, which takes
-    over another level's state (without it a common seed starts both). A static method
-    `step_batch(envs, actions)` steps many simulations at once and returns arrays of observations,
-    rewards, terminated and truncated.
+What a simulation is
+    A class or function `make(level, evaluation=False, validation=False)` that returns Gymnasium
+    environments. Spaces are the same on all levels, and so is the meaning of rewards: take means
+    over cells, not sums. The last two arguments, if the function has them, ask for starts that
+    training never sees. Pairs of levels use two more methods, if they are there: `psi()` returns
+    the observation of the state, and `map_from(other)` takes over another level's state. Without
+    them a common seed starts both. A static method `step_batch(envs, actions)` steps many
+    simulations at once. It returns arrays of observations, rewards, terminated and truncated.
 
 Notation and shapes
     L levels, T^l steps on level l (--num-steps), N actors (--num-envs), B minibatches of M^l rows
     of level l, S rows in all. D observation entries, A action entries, as in ppo.py.
+    In the code `level` is an index from 0; `args.levels[level]` is the simulation's own number.
+    A game is one simulation. An actor has its own game on each level and, with --schedule
+    together, a partner on each level but the first: a game one level below. Own game and partner
+    are the members of a pair; the own one is called fine. OWN and PARTNER are their roles.
 
 Papers, and departures from them
     "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), with the algorithms of A.
     Dixit's "Implementation of multilevel PPO in Stable Baselines 3". "PPO", Â_t, R_t and r_t(θ) are
-    those of ppo.py. Algorithm 3 prints L_a without its minus sign and the entropy term as −C_e
-    L_now. Algorithm 4's text prints N T^l ≤ M^l for ≥. Algorithm 5 prints map_from after the fine
-    step and assigns ã twice: with --coupling step the partner is mapped before the step and takes
-    the same action a^L. By default it is mapped only when an episode starts, and then acts itself,
-    with the same noise. PPO's Eq. (9) has no factor ½; this code has it.
+    those of ppo.py. With --coupling step a partner is mapped before each step and takes the action
+    of the fine game. By default it is mapped only when an episode starts, and then acts itself,
+    with the same noise. PPO's Eq. (9) has no factor ½; this code has it. What Dixit's text prints
+    otherwise: Algorithm 3 has L_a without its minus sign and the entropy term as −C_e L_now.
+    Algorithm 4 has N T^l ≤ M^l for ≥. Algorithm 5 has map_from after the fine step, and assigns ã
+    twice.
 """
 
 import argparse
@@ -113,7 +123,9 @@ def add_ppo_options(parser):
     add("--update-epochs", type=count, default=4, help="K, passes over a rollout (3 to 30)")
     add("--norm-adv", choices=modes, default="minibatch", help="over what to normalise advantages")
     add("--clip-coef", type=positive, default=0.2, help="ε, clip r_t(θ) at 1 ± ε (0.1 to 0.3)")
-    add("--clip-vloss", action=FLAG, default=True, help="clip V's change at ±ε too, in V's units")
+    add(
+        "--clip-vloss", action=FLAG, default=True, help="clip the change of V, too: at ±ε, absolute"
+    )
     add("--ent-coef", type=not_negative, default=0.01, help="c_e, weight of entropy (0 to 0.01)")
     add("--vf-coef", type=not_negative, default=0.5, help="c_v, weight of the value loss (0.5, 1)")
     add("--max-grad-norm", type=positive, default=0.5, help="clip the gradient to this global norm")
@@ -144,14 +156,15 @@ def add_own_options(parser):
         "--env",
         type=env_name,
         default="ResSim-v1",
-        help="ResSim-v1 to -v4 (log σ -2.9), file.py:make, module:make",
+        help="ResSim-v1 to -v4 (they set --init-log-std -2.9), file.py:make, module:make",
     )
     add(
         "--schedule",
         choices=("adaptive", "together"),
         help="adaptive: one level at a time, the one that teaches most per second; together: all "
-        "levels in each iteration (by default rate 3e-5, 10 epochs, KL 0.05, 200 iterations); "
-        "None: adaptive if there are several levels",
+        "levels in each iteration, which sets --learning-rate 3e-5, --update-epochs 10, "
+        "--target-kl 0.05 and 200 iterations unless they are given; None: adaptive if there are "
+        "several levels",
     )
     add(
         "--levels",
@@ -172,7 +185,8 @@ def add_own_options(parser):
         "--control",
         type=or_auto(real(0, 1)),
         default="auto",
-        help="β, weight of coarse rows; 1: as in the paper; auto: measured",
+        help="β, weight of partners' rows with --schedule together; 1: as in the paper; auto: "
+        "measured",
     )
     add(
         "--total-cost",
@@ -191,7 +205,7 @@ def add_own_options(parser):
         type=positive,
         nargs="+",
         help="seconds of a step on each level, divided by the number of workers, and seconds of an "
-        "update on the coarsest; None: measured",
+        "update with the rows of the coarsest; None: measured",
     )
     add(
         "--check-episodes",
@@ -397,7 +411,7 @@ def view(arrays, role, level):
 
 
 def check_finite(buffer, who="game"):
-    """Raise GameError at the first NaN, infinity, or number whose square overflows float32."""
+    """Raise GameError at the first NaN, infinity, or number whose square is too large: 1e15."""
     for name in ("next_obs", "rewards", "obs"):
         wrong = ~(buffer[name].abs() < 1e15)  # NaN < 1e15 is False
         if wrong.any():
@@ -457,8 +471,9 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     # γλ (1 − done_t)
     decay = gamma * gae_lambda * ~(terminated | truncated)
 
-    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. After the last step V stands for the rest.
-    delta = list(delta)  # the steps' rows, (N,)
+    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. At the last step it is δ_t, where
+    # V(s_{t+1}) stands for all later rewards.
+    delta = list(delta)  # the steps' rows, (N,), which are faster to index
     decay = list(decay)
     A = list(delta)
     for t in reversed(range(len(A) - 1)):
@@ -500,8 +515,8 @@ def explained_variance(batch):
 def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
-    `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs
-    and values of π_old, advantages, returns. With a recurrent policy of ppo.py all are (T, M, ...).
+    `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
+    π_old, values of V before the update, advantages, returns. With --rnn all are (T, M, ...).
     Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,).
     """
     pi, values = model(**{name: batch[name] for name in model.inputs})
@@ -772,20 +787,24 @@ class Adaptive:
     """--schedule adaptive: one level at a time, the one that teaches most per second.
 
     ρ of a level is the correlation of its returns with the finest level's, when both play from the
-    same starts with the same noise. To first order it is the cosine between what the two levels
-    want to change in the policy. An iteration teaches as much as ρ² tells, and takes a known time.
+    same starts with the same noise. Where a lucky action pays on both levels, ρ is near 1, and the
+    gradients of the two point the same way: to first order ρ is the cosine between them. A step
+    along a gradient with that cosine is worth about ρ² as many samples as one of the finest level.
     So the rule trains on the level with the largest trust · ρ² / seconds. It measures ρ now and
     then. The trust tells what ρ cannot: whether the level still has something to teach.
 
     A level keeps the run for a window of some iterations. Then a *check* plays episodes on the
     finest level with the policy's mode, always from the same starts. If the best check has risen by
-    more than its noise, the level's trust becomes 1. That of all others doubles: the policy has
-    changed, so what they failed at is past. Without a gain the level's trust is halved. The best
-    parameters by the checks are the run's result.
+    more than its noise, the level's trust becomes 1. That of all others doubles, up to 1: the
+    policy has changed, so what they failed at is past. Without a gain the level's trust is halved.
+    If the latest check is below the best one, training goes back to the best parameters then,
+    unless progress may be hidden. The best parameters by the checks are the run's result.
+
+    All times here are those of the run's clock: steps and updates at --level-costs, no wall time.
     """
 
-    WINDOW_ITERATIONS = 8  # a window has at least so many iterations
-    WINDOW_CHECKS = 5  # it takes at least as long as so many checks
+    WINDOW_ITERATIONS = 8  # a window has at least this many iterations
+    WINDOW_CHECKS = 5  # it takes at least as long as this many checks
     WINDOW_SHARE = 0.15  # it takes at least this share of the time so far
     CHECK_AFTER = 6  # a check is due after training as long as so many checks, or at a window's end
     ERRORS = 1.0  # a gain is more than so many standard errors of the difference of checks
@@ -834,7 +853,8 @@ class Adaptive:
         if episodes[self.level]:
             returns = [episode_return for episode_return, _ in episodes[self.level]]
             self.own_returns.append(float(np.mean(returns)))
-        # The first observations to normalise by change what V sees: the next iteration refits it.
+        # With --norm-obs the first iteration sets the observations' mean and σ. This changes what V
+        # sees, so the next iteration refits it.
         rows = self.args.num_envs * self.args.num_steps[self.level]
         self.refit = self.args.norm_obs and float(run.model.obs_norm.count) <= rows
 
@@ -973,7 +993,7 @@ class Adaptive:
         return needed <= affordable and run.seconds() >= 1.5 * self.measured
 
     def measure(self, run):
-        """Measure ρ of all levels. If that cannot be done, say so, and go by the trust alone."""
+        """Measure ρ of all levels. If that cannot be done, say so, and go by costs and trust."""
         self.measurements += 1
         returns, starts, problem = play_alike(
             run.model, run.pool, self.args, self.measurements, run
@@ -1124,6 +1144,9 @@ def vary_together(shown):
 def correlations(returns, starts):
     """Return the correlations (L,) of returns (L, E) with the finest level's, within a start.
 
+    The mean of the episodes from one start is subtracted. How good a start is does not depend on
+    the policy, and would raise every correlation.
+
     That of a level whose returns do not vary is 0, also that of the finest level with itself.
     """
     same_start = starts[:, np.newaxis] == starts  # (E, E)
@@ -1140,8 +1163,10 @@ def correlations(returns, starts):
 def refit_values(model, batch):
     """Fit the value function's last layer to a batch's returns and take advantages from it.
 
-    Values of another level would spoil the policy. This is ridge regression: with large weights V
-    alone would move the layers that it shares with the policy.
+    After a change of level V is wrong, and its errors would reach the policy as advantages. The fit
+    is in closed form, to R_t as recorded, and Â_t becomes R_t − V(s_t). It is a ridge regression,
+    which keeps the weights small. With large ones V's gradient would dominate the layers that V
+    shares with the policy.
     """
     features = model.critic(model.obs_norm(batch["obs"]))
     features = nn.functional.pad(features, (0, 1), value=1.0).cpu().double()  # (M, F + 1)
@@ -1166,7 +1191,7 @@ def make_model(args, kind=None):
         model = (kind or Model)(env.observation_space.shape[0], env.action_space, args)
     device = "cpu" if args.device == "auto" else args.device
     model = model.to(device, torch.float32)  # an env's library may have set another default
-    model.obs_norm.double()  # float32 cannot tell one second since 1970 from the next
+    model.obs_norm.double()  # float32 rounds large numbers, such as Unix times, too coarsely
     return model
 
 
@@ -1241,7 +1266,11 @@ ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 
 
 def layer_init(layer, gain=2**0.5):
-    """Initialise a linear or convolutional layer: orthogonal weight times `gain`, zero bias."""
+    """Initialise a linear or convolutional layer: orthogonal weight times `gain`, zero bias.
+
+    √2 keeps the scale of features through hidden layers. A policy's last layer has 0.01, so that
+    its first actions are nearly uniform, or have means near 0.
+    """
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -1289,7 +1318,10 @@ class Categorical(nn.Module):
         )
 
     def sample(self, logp, noise=None):
-        """Return actions (M, ...): argmax(log π + Gumbel noise) has the law of π. Or the mode."""
+        """Return actions (M, ...): argmax(log π + Gumbel noise) is a sample of π.
+
+        Without noise it is the mode, the most likely action.
+        """
         scores = logp if noise is None else logp + noise
         parts = scores.split(self.choices, dim=-1)
         actions = torch.stack([part.argmax(-1) for part in parts], dim=-1)
@@ -1431,7 +1463,9 @@ def fast_act(model):
 
     layers = [*model.actor, *model.head.children()]
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    weights = [layer.weight.detach().numpy().T for layer in linear]  # views: they see every update
+    # Weights and biases are views of the model's. σ and the normaliser's numbers are copies, since
+    # `fast_act` is called anew for each rollout.
+    weights = [layer.weight.detach().numpy().T for layer in linear]
     biases = [layer.bias.detach().numpy() for layer in linear]
     discrete = isinstance(model.head, Categorical)
     sigma = None if discrete else model.head.log_std.detach().exp().numpy()
@@ -2592,7 +2626,7 @@ class Run(AbstractContextManager):
             report(f"{len(problems)} of {len(states)} games start new episodes: {problems[0]}")
 
     def stop(self, signum, _):
-        """Note a signal. Another one within a second is the same, a later Ctrl-C stops at once."""
+        """Note a signal. A repeat within a second is ignored, a Ctrl-C after that stops at once."""
         if self.signal is None:
             self.signal = signum
             self.asked = time.monotonic()
@@ -4334,7 +4368,6 @@ examples:
   python ppo_multilevel.py --env ResSim-v1                         train, one level at a time
   python ppo_multilevel.py --env my.py:Rod --levels 1 2 3 --check  look at your own simulation
   python ppo_multilevel.py --env my.py:Rod --levels 1 2 3          train on it
-  python ppo_multilevel.py --env my.py:Rod --levels 1 2 3 --analyse    see what levels are worth
   python ppo_multilevel.py --eval RUN_DIR --video                  evaluate, and film an episode
 """
 

@@ -89,7 +89,7 @@ def test_an_episode_is_truncated_and_follows_from_its_seed(make, level, started)
     assert observations.dtype == np.float32 and observations.shape == (num_steps + 1, 8)
     assert np.isfinite(observations).all() and (rewards < 0).all()
 
-    others, other_rewards, _ = episode(env)
+    others, _, _ = episode(env)
     assert not np.array_equal(others[0], observations[0])
     again, same_rewards, _ = episode(env, seed=5)
     assert np.array_equal(again, observations) and np.array_equal(same_rewards, rewards)
@@ -277,9 +277,9 @@ def groups(monkeypatch):
 
 @contextmanager
 def alarm(seconds, action):
-    """Call a function after some seconds, unless the block has ended by then."""
+    """Call a function after some seconds, and every ten more, until the block has ended."""
     handler = signal.signal(signal.SIGALRM, lambda *_: action())
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 10)
     try:
         yield
     finally:
@@ -373,7 +373,12 @@ def test_a_hanging_program_ends_the_training(tmp_path, monkeypatch, capsys, fold
         f"--num-iterations 1 --num-minibatches 2 --quiet --log-dir {tmp_path}/runs"
     )
     monkeypatch.setattr(sys, "argv", ["ppo_multilevel.py", *options.split()])
-    assert ppo_multilevel.main() == 1
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with alarm(20, interrupt):  # main would return another code
+        assert ppo_multilevel.main() == 1
     error, *_ = capsys.readouterr().err.splitlines()
     assert "hanging.py:Pipe level 1 (seed " in error
     assert "failed in step: RuntimeError: the program was killed after 0.5 s" in error
