@@ -116,9 +116,7 @@ def add_ppo_options(parser):
     add("--update-epochs", type=count, default=4, help="K, passes over a rollout (3 to 30)")
     add("--norm-adv", choices=modes, default="minibatch", help="over what to normalise advantages")
     add("--clip-coef", type=positive, default=0.2, help="ε, clip r_t(θ) at 1 ± ε (0.1 to 0.3)")
-    add(
-        "--clip-vloss", action=FLAG, default=True, help="clip the change of V, too: at ±ε, absolute"
-    )
+    add("--clip-vloss", action=FLAG, default=True, help="clip V's change, too, at ±ε (absolute)")
     add("--ent-coef", type=not_negative, default=0.01, help="c_e, weight of entropy (0 to 0.01)")
     add("--vf-coef", type=not_negative, default=0.5, help="c_v, weight of the value loss (0.5, 1)")
     add("--max-grad-norm", type=positive, default=0.5, help="clip the gradient to this global norm")
