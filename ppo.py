@@ -273,9 +273,10 @@ def play(games, num_steps, sample=True, first_episodes=False):
     A game is an environment that starts its next episode by itself. `games.arrays` (N, ...) hold
     what the games show and do now, `games.buffer` (T, N, ...) what is recorded.
 
-    Every step in this script is taken here: in rollouts and evaluations, in workers and in the main
-    process. The policy samples its actions from the buffer's noise, or takes its mode. With
-    `first_episodes` it stops when every game has finished an episode since it was started.
+    Every step in this script is taken here, but for those that a resumed run replays: in rollouts
+    and evaluations, in workers and in the main process. The policy samples its actions from the
+    buffer's noise, or takes its mode. With `first_episodes` it stops when every game has finished
+    an episode since it was started.
     """
     arrays = games.arrays  # what the games show now, (N, ...)
     buffer = games.buffer  # what is recorded, (T, N, ...)
@@ -295,10 +296,13 @@ def play(games, num_steps, sample=True, first_episodes=False):
             break
 
 
+LARGEST = 1e15  # float32 must be able to hold squares of numbers, and sums of squares
+
+
 def check_finite(buffer, who="game"):
     """Raise GameError at the first NaN, infinity, or number whose square is too large: 1e15."""
     for name in ("next_obs", "rewards", "obs"):
-        wrong = ~(buffer[name].abs() < 1e15)  # NaN < 1e15 is False
+        wrong = ~(buffer[name].abs() < LARGEST)  # NaN < LARGEST is False
         if wrong.any():
             t, n, *entry = wrong.nonzero()[0].tolist()
             place = f"{name}{entry}" if entry else name
@@ -1107,7 +1111,7 @@ class Game:
         n = self.n
         action = to_env(a["actions"][n], self.space).astype(self.space.dtype, copy=False)
         if len(self.actions) <= self.MAX_REPLAY:
-            self.actions.append(action)
+            self.actions.append(action.copy())  # an env may change its own
         obs, reward, terminated, truncated, info = step_env(self.env, action)
         check_step(reward, terminated, truncated)
 
@@ -1203,25 +1207,29 @@ class Game:
 API = "reset must return (obs, info), step (obs, reward, terminated, truncated, info)"
 
 
+class ApiError(ValueError):
+    """An env's reset or step returned something else than Gymnasium wants."""
+
+
 def reset_env(env, seed=None):
-    """Return (obs, info) of env.reset; ValueError if the env has another API."""
+    """Return (obs, info) of env.reset; ApiError if the env has another API."""
     returned = env.reset(seed=seed)
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     if not is_pair or not isinstance(returned[1], dict):
-        raise ValueError(API)
+        raise ApiError(API)
     return returned
 
 
 def step_env(env, action):
-    """Return (obs, reward, terminated, truncated, info) of env.step; ValueError as `reset_env`."""
+    """Return (obs, reward, terminated, truncated, info) of env.step; ApiError as `reset_env`."""
     try:
         returned = env.step(action)
     except ValueError as error:
         if "unpack (expected 5" in str(error):  # a wrapper of Gymnasium's says so
-            raise ValueError(API) from error
+            raise ApiError(API) from error
         raise
     if not isinstance(returned, tuple) or len(returned) != 5:
-        raise ValueError(API)
+        raise ApiError(API)
     return returned
 
 
@@ -1701,7 +1709,7 @@ class Run(AbstractContextManager):
             return
         if self.saved_games is None:
             self.pool.call("start")
-            report("all games start new episodes: their state was not saved, or by other ranks")
+            report("all games start new episodes: the interrupted ones were not saved")
             return
 
         arrays, states = self.saved_games

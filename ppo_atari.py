@@ -1274,7 +1274,7 @@ class Run(AbstractContextManager):
             return
         if self.saved_games is None:
             self.pool.call("start")
-            report("all games start new episodes: their state was not saved, or by other ranks")
+            report("all games start new episodes: the interrupted ones were not saved")
             return
 
         arrays, states = self.saved_games

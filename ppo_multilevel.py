@@ -372,10 +372,10 @@ def recorded(model, pool, role, num_steps):
 def play(games, num_steps, level=0, coupling=None, sample=True, first_episodes=False):
     """Play the games of one process on a level: act, step, record, `num_steps` times.
 
-    Every step in this script is taken here: in rollouts, checks, evaluations and analyses, in
-    workers and in the main process. The policy samples its actions from the buffer's noise, or
-    takes its mode. With `first_episodes` it stops when every game has finished an episode since it
-    was started.
+    Every step in this script is taken here, but for those that a resumed run replays: in rollouts,
+    checks, evaluations and analyses, in workers and in the main process. The policy samples its
+    actions from the buffer's noise, or takes its mode. With `first_episodes` it stops when every
+    game has finished an episode since it was started.
 
     `coupling` says what partners do. None: they do not play. "noise": they act themselves, with the
     same noise, and follow when a fine episode ends. "step": they take the fine member's actions,
@@ -408,10 +408,13 @@ def view(arrays, role, level):
     return {name: array[role, level] for name, array in arrays.items()}
 
 
+LARGEST = 1e15  # float32 must be able to hold squares of numbers, and sums of squares
+
+
 def check_finite(buffer, who="game"):
     """Raise GameError at the first NaN, infinity, or number whose square is too large: 1e15."""
     for name in ("next_obs", "rewards", "obs"):
-        wrong = ~(buffer[name].abs() < 1e15)  # NaN < 1e15 is False
+        wrong = ~(buffer[name].abs() < LARGEST)  # NaN < LARGEST is False
         if wrong.any():
             t, n, *entry = wrong.nonzero()[0].tolist()
             place = f"{name}{entry}" if entry else name
@@ -954,8 +957,14 @@ class Adaptive:
         if RANK > 0 or self.args.quiet:
             return
         name = run.pool.call("level_names")[0][level]
-        is_known = self.measurements > 0 and self.measured is not None
-        rho = f"{self.rho[level]:.2f}" if is_known else "not measured"
+        rho = f"{self.rho[level]:.2f}"
+        if self.measured is None:
+            rho = "unknown"
+        elif self.measurements == 0:
+            rho = "not yet measured"
+        if len(self.args.levels) == 1:
+            print(f"training on level {name}", flush=True)
+            return
         line = f"training on level {name}: {self.seconds(level):.2g} s an iteration, "
         line += f"correlation with the finest {rho}, trust {self.trust[level]:.2g}; "
         line += f"best check {self.returns.mean():.4f}"
@@ -968,7 +977,7 @@ class Adaptive:
         share = self.best_seconds / run.seconds()
         line = f"the best check, {self.returns.mean():.4f}, came after {share:.0%} of the time; "
         if share > 0.9:
-            line += "a longer run may gain more"
+            line += "a longer run may gain more: --resume"
         else:
             line += "checks have not gained since"
         print(line, flush=True)
@@ -996,7 +1005,7 @@ class Adaptive:
         returns, starts, problem = play_alike(
             run.model, run.pool, self.args, self.measurements, run
         )
-        run.pool.call("start", None, game_seeds(self.args, MEASURE_SEED, self.measurements))
+        run.pool.call("start", None, game_seeds(self.args, MEASURE_SEED, self.measurements, 1))
         self.measured = run.seconds()
         rho = correlations(returns, starts)
         if problem:
@@ -1095,15 +1104,20 @@ def play_round(model, pool, args, seeds, generator):
     return [np.concatenate(parts, axis=1) for parts in zip(*ranks)]
 
 
+# Where it is said what to do about starts.
+EXAMPLES_PAGE = "tests/examples/README.md, Seeds and starts"
+SEED_VARIES = "two episodes from the same reset(seed) differ"
+
+
 def problem_of_starts(model, pool, args, shown, starts):
     """Return None, or a line on why first observations (L, E, D) are not of the same starts."""
     of_same_start = shown[:, np.searchsorted(starts, starts)]
     if not np.allclose(shown, of_same_start, 1e-4, 1e-6, equal_nan=True):
-        return "starts from one seed differ, see README, Randomness"
+        return f"{SEED_VARIES}, see {EXAMPLES_PAGE}"
     if not varies(shown[-1]):  # what differs between starts may show after a step
         shown = shown_after_a_step(model, pool, args)
     if not vary_together(shown):
-        return "levels start unlike, see README, Randomness"
+        return f"levels start unlike from the same seed, see {EXAMPLES_PAGE}"
     return None
 
 
@@ -1664,26 +1678,36 @@ class Game:
     def note(self, action):
         """Keep an action that is about to be taken, if the episode may be replayed."""
         if self.replays and len(self.actions) <= self.MAX_REPLAY:
-            self.actions.append(action)
+            self.actions.append(action.copy())  # an env may change its own
 
     def step(self, action):
         """Take one step. With --failed-reward a step that fails ends the episode, not the run."""
         self.note(action)
         try:
-            obs, reward, terminated, truncated, _ = step_env(self.env, action)
-            if self.failed_reward is not None and not np.isfinite([*obs, reward]).all():
-                raise ValueError("NaN or infinity in what step returned")
-        except Exception as error:  # whatever a solver raises
+            returned = step_env(self.env, action)
+        except ApiError:  # a mistake in the env's code
+            raise
+        except (Exception, SystemExit) as error:  # whatever a solver raises
             if self.failed_reward is None:
                 raise
-            self.failures.append(f"{self.name} ({self.place()}) failed: {one_line(error)}")
-            obs = self.arrays["obs"][self.n].copy()
-            reward, terminated, truncated = self.failed_reward, True, False
+            self.fail(one_line(error))
+            return
+        obs, reward, terminated, truncated, _ = returned
+        check_step(reward, terminated, truncated)
+        if self.failed_reward is not None and not (is_usable(obs) and is_usable(reward)):
+            self.fail("NaN or over 1e15 in what step returned")
+            return
         self.record(obs, reward, terminated, truncated)
+
+    def fail(self, reason):
+        """End the episode with --failed-reward, where it was before the step."""
+        self.failures.append(f"{self.name} ({self.place()}) failed: {reason}")
+        self.to_compare = set()  # the env may be anywhere
+        obs = self.arrays["obs"][self.n].copy()
+        self.record(obs, self.failed_reward, terminated=True, truncated=False)
 
     def record(self, obs, reward, terminated, truncated):
         """Write what came of a step, and start the next episode if this one has ended."""
-        check_step(reward, terminated, truncated)
         a = self.arrays
         n = self.n
         if a["ended"][n]:  # by the step before: this is the first of an episode
@@ -1778,25 +1802,29 @@ class Game:
 API = "reset must return (obs, info), step (obs, reward, terminated, truncated, info)"
 
 
+class ApiError(ValueError):
+    """An env's reset or step returned something else than Gymnasium wants."""
+
+
 def reset_env(env, seed=None):
-    """Return (obs, info) of env.reset; ValueError if the env has another API."""
+    """Return (obs, info) of env.reset; ApiError if the env has another API."""
     returned = env.reset(seed=seed)
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     if not is_pair or not isinstance(returned[1], dict):
-        raise ValueError(API)
+        raise ApiError(API)
     return returned
 
 
 def step_env(env, action):
-    """Return (obs, reward, terminated, truncated, info) of env.step; ValueError as `reset_env`."""
+    """Return (obs, reward, terminated, truncated, info) of env.step; ApiError as `reset_env`."""
     try:
         returned = env.step(action)
     except ValueError as error:
         if "unpack (expected 5" in str(error):  # a wrapper of Gymnasium's says so
-            raise ValueError(API) from error
+            raise ApiError(API) from error
         raise
     if not isinstance(returned, tuple) or len(returned) != 5:
-        raise ValueError(API)
+        raise ApiError(API)
     return returned
 
 
@@ -1805,6 +1833,11 @@ def check_step(reward, terminated, truncated):
     is_number = isinstance(reward, numbers.Real) or getattr(reward, "shape", None) == ()
     if not is_number or not is_flag(terminated) or not is_flag(truncated):
         raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
+
+
+def is_usable(value):
+    """Whether a number or array has no NaN, infinity or number that is too large."""
+    return bool((np.abs(value) < LARGEST).all())
 
 
 def is_flag(value):
@@ -1898,6 +1931,8 @@ class Games:
                 raise
             game, doing = self.busy
             what = f"{game.name} ({game.place()}) failed in {doing}: {one_line(error)}"
+            if doing == "step" and not isinstance(error, ApiError):
+                what += "; to go on after such steps: --failed-reward"
             raise GameError(f"{what}\n{traceback.format_exc()}") from None
 
     def start(self, states=None, seeds=None):
@@ -1958,7 +1993,7 @@ class Games:
         `starts` says that the fine game has just started an episode. Without map_from a common seed
         starts both.
         """
-        if starts and not hasattr(partner.env.unwrapped, "map_from"):
+        if starts and not maps_states(partner.env.unwrapped):
             self.busy = (partner, "reset")
             seed = int(fine.random.integers(2**31))
             fine.reset(seed)
@@ -2017,13 +2052,14 @@ class Games:
         envs = [game.env for game in games]
         space = envs[0].action_space
         actions = to_env(arrays["actions"], space).astype(space.dtype, copy=False)
-        if steps_in_batches(envs[0]):
+        if steps_in_batches(envs[0]) and games[0].failed_reward is None:
             for game, action in zip(games, actions):
                 game.note(action)
             self.busy = (games[0], "step_batch")
             results = zip(*envs[0].step_batch(envs, actions), strict=True)
             for game, (obs, reward, terminated, truncated) in zip(games, results, strict=True):
                 self.busy = (game, "step_batch")
+                check_step(reward, terminated, truncated)
                 game.record(obs, reward, terminated, truncated)
         else:
             for game, action in zip(games, actions):
@@ -2118,23 +2154,32 @@ def measured_costs(args, model):
         pool.call("start")
         costs = [step_seconds(model, pool, level, generator) for level in range(len(levels))]
         rest = update_seconds(model, pool, few, args, generator)
-    if costs[0] > max(1.5 * costs[:2][-1], 0.01):  # below 10 ms it may be noise
+    if len(costs) > 1 and costs[0] > max(1.5 * costs[1], 0.01):  # below 10 ms it may be noise
         report(f"level {levels[0]} costs more than {levels[1]}: slow reset? --level-costs")
     return [*costs, rest]
 
 
 def step_seconds(model, pool, level, generator):
-    """Return the seconds of a step on a level, all workers together.
+    """Return the seconds of a step on a level, the workers of all ranks together.
 
-    All actors play an episode and start the next one; they take no more steps than an iteration.
+    All actors play an episode and start the next one.
     """
     gc.collect()  # now, not while time is taken: that may be as long as an update
-    draw_noise(model, pool, generator)
     pool.arrays["seconds"][:] = 0
     pool.arrays["steps"][:] = 0
-    pool.play(model, len(pool.buffer["noise"]), level=level, first_episodes=True)
-    seconds = pool.arrays["seconds"].sum() / max(1, len(pool.workers))
-    return float(seconds / pool.arrays["steps"].sum())
+    chunk = len(pool.buffer["noise"])
+    for _ in range(0, EVAL_STEPS, chunk):
+        draw_noise(model, pool, generator)
+        pool.play(model, chunk, level=level, first_episodes=True)
+        if pool.arrays["finished"][OWN, level].all():
+            break
+    return simulated_seconds(pool) / float(pool.arrays["steps"].sum())
+
+
+def simulated_seconds(pool):
+    """Return what the pool's simulations took, spread over the workers of all ranks."""
+    workers = max(1, len(pool.workers)) * NUM_RANKS
+    return float(pool.arrays["seconds"].sum()) / workers
 
 
 def update_seconds(model, pool, few, args, generator):
@@ -2146,10 +2191,9 @@ def update_seconds(model, pool, few, args, generator):
     pool.arrays["seconds"][:] = 0
     started = time.perf_counter()
     (buffer,), _ = rollout(model, pool, 0, num_steps, few, generator)
-    simulated = float(pool.arrays["seconds"].sum()) / max(1, len(pool.workers))
-    playing = time.perf_counter() - started - simulated
+    overhead = time.perf_counter() - started - NUM_RANKS * simulated_seconds(pool)
 
-    copies = -(-args.num_envs // few.num_envs)  # rounded up
+    copies = math.ceil(args.num_envs / few.num_envs)
     for name, column in buffer.items():
         buffer[name] = torch.cat([column] * copies, dim=1)[:, : args.num_envs]
     for _ in range(2):  # the first time includes what is done once
@@ -2159,7 +2203,7 @@ def update_seconds(model, pool, few, args, generator):
         batch = make_batch(buffer, model, args)
         update(model, optimizer, batch, Plan([0], [num_steps], []), args, generator)
         learning = time.perf_counter() - started
-    return max(0.0, playing) + learning
+    return max(0.0, overhead) + learning
 
 
 def draw_noise(model, pool, generator):
@@ -2180,7 +2224,7 @@ def warn_of_random_starts(model, pool, num_levels):
                 shown.append(pool.buffer[name][OWN, 0].copy())
     first, again = np.split(np.stack(shown), 2)
     if not np.allclose(first, again, 1e-4, 1e-6, equal_nan=True):
-        report("reset(seed) varies: README, Randomness")
+        report(f"{SEED_VARIES}, see {EXAMPLES_PAGE}")
 
 
 def seed_generators(*entropy):
@@ -2531,8 +2575,7 @@ class Run(AbstractContextManager):
         self.began = None  # when the current iteration began
         self.corrects_costs = False  # whether they were measured, for --schedule adaptive
         self.simulated = np.zeros((2, len(args.levels)))  # seconds and steps on each level so far
-        self.baseline_name = None  # what --baseline was played, and its mean return
-        self.baseline_return = None
+        self.baseline_return = None  # the mean return of --baseline
         self.pools = []  # all pools that are open
         self.logger = Logger(self.run_dir, args)
         with ExitStack() as self.stack:  # it closes what is open if this block fails
@@ -2572,8 +2615,7 @@ class Run(AbstractContextManager):
             self.stack.callback(dist.destroy_process_group)
 
         self.set_costs_and_length()
-        if RANK == 0 and args.baseline and args.baseline != self.baseline_name:
-            self.baseline_name = args.baseline
+        if RANK == 0 and args.baseline and args.eval_every:
             self.baseline_return = float(baseline_returns(args).mean())
         if args.resume and self.share_done() >= 1:
             report("run complete; longer: --total-cost (or --hours, --num-iterations)")
@@ -2593,7 +2635,7 @@ class Run(AbstractContextManager):
         """Measure what the levels cost, unless it is given, and set the length that goes by it."""
         args = self.args
         if args.level_costs is None:
-            self.corrects_costs = args.schedule == "adaptive"
+            self.corrects_costs = args.schedule == "adaptive" and len(args.levels) > 1
             args.level_costs = gathered_objects(costs_of_run(args, self.model))[0]
         if args.hours:
             set_hours(args)
@@ -2612,7 +2654,7 @@ class Run(AbstractContextManager):
             return
         if self.saved_games is None:
             self.pool.call("start")
-            report("all games start new episodes: their state was not saved, or by other ranks")
+            report("all games start new episodes: the interrupted ones were not saved")
             return
 
         arrays, states = self.saved_games
@@ -2754,8 +2796,6 @@ class Run(AbstractContextManager):
             row |= self.correct_costs()
         self.recent = (self.recent + episodes[max(episodes)])[-100:]  # the finest level's
         mean_return, mean_length = np.mean(self.recent or [(math.nan, math.nan)], axis=0).tolist()
-        if self.args.failed_reward is not None:
-            self.count_failures()
         row |= self.counters
         row |= {"episodic_return": mean_return, "episodic_length": mean_length}
         row["sps"] = round(steps / seconds)
@@ -2778,6 +2818,9 @@ class Run(AbstractContextManager):
 
     def log(self, row):
         """Evaluate if it is due, and write the row."""
+        if self.args.failed_reward is not None:
+            self.count_failures()
+            row["failures"] = self.counters["failures"]
         self.history.append(row)
         if RANK > 0:
             return
@@ -2829,8 +2872,6 @@ class Run(AbstractContextManager):
             "generator": self.generator.get_state(),
             "counters": self.counters,
             "starts": self.starts,
-            "baseline_name": self.baseline_name,
-            "baseline_return": self.baseline_return,
             "corrects_costs": self.corrects_costs,
             "simulated": self.simulated.tolist(),
             "level_costs": self.args.level_costs,
@@ -2848,8 +2889,6 @@ class Run(AbstractContextManager):
         self.counters = state["counters"]
         self.starts = state["starts"] + 1
         if "simulated" in state:  # an older run has none
-            self.baseline_name = state["baseline_name"]
-            self.baseline_return = state["baseline_return"]
             self.corrects_costs = state["corrects_costs"]
             self.simulated = np.array(state["simulated"])
             self.args.level_costs = state["level_costs"]
@@ -3198,10 +3237,12 @@ class Controller(Model):
         first = getattr(self.action_space, "start", 0)  # the policy counts from 0
         for n, obs in enumerate(arrays["obs"]):
             try:
-                action = np.reshape(decide(obs.copy()), self.head.shape)
+                action = np.asarray(decide(obs.copy()), dtype=float).reshape(self.head.shape)
+                if not is_usable(action):
+                    raise ValueError("NaN or over 1e15 in its action")
+                arrays["actions"][n] = action - first
             except Exception as error:  # whatever it raises
                 raise GameError(f"argument --baseline: {one_line(error)}") from None
-            arrays["actions"][n] = action - first
 
 
 def baseline_returns(args):
@@ -3218,8 +3259,11 @@ def baseline_returns(args):
 def compare_with_baseline(args, returns):
     """Play --baseline in the episodes of an evaluation with these returns, and tell the gain."""
     gains = returns - baseline_returns(args)
-    error = gains.std() / len(gains) ** 0.5
-    print(f"the policy gains {gains.mean():.4f} ± {error:.4f} (standard error) on the baseline")
+    line = f"policy minus baseline: {gains.mean():.4f}"
+    if len(gains) > 1:
+        error = gains.std(ddof=1) / len(gains) ** 0.5
+        line += f" ± {error:.4f} (standard error)"
+    print(line)
 
 
 # ------------------------------------------------------------------------------------ analysis
@@ -3373,7 +3417,11 @@ def check_simulation(args):
     )
     advice += hints_of_ends(args, trials)
     print_scales(args, model, trials)
-    print_costs(args, measured_costs(args, model))
+    try:
+        print_costs(args, measured_costs(args, model))
+    except GameError as error:
+        reason = str(error).partition("\n")[0]
+        advice.append(f"costs were not measured: {reason}")
     print("\n".join(["", "advice:" if advice else "no advice", *advice]))
 
 
@@ -3387,8 +3435,12 @@ def try_level(args, model, level):
         name = pool.call("level_names")[0][0]
         first, again = [try_episode(model, pool) for _ in range(2)]
         saved = save_in_mid_episode(model, pool, len(first.rewards) // 2)
+        failures = sum(pool.call("take_failures"), [])
+    problems += failures[:1]
+    if not (is_usable(again.obs) and is_usable(again.rewards)):
+        problems.append("NaN or over 1e15 in observations or rewards")
     if not same_episode(first, again):
-        problems.append("reset(seed) varies: README, Randomness")
+        problems.append(f"{SEED_VARIES}, see {EXAMPLES_PAGE}")
 
     with closing(trial_pool(args, model, level)) as pool:  # as after an interruption
         problem = go_on_from(model, pool, *saved)
@@ -3472,6 +3524,7 @@ def go_on_from(model, pool, arrays, states, noise, next_obs):
 def try_starts(args, model):
     """Return None, or a line on why the levels do not start alike; from eight seeds."""
     few = copy.copy(args)
+    few.schedule = "adaptive"  # without partners, which finer levels would follow
     few.num_envs = 8
     workers = min(few.num_envs, args.num_workers)
     with closing(make_pool(few, model, game_seeds(few, 0), workers)) as pool:
@@ -3512,8 +3565,9 @@ def hints_of_ends(args, trials):
         lines.append(f"an iteration is shorter than an episode: --num-steps {longest}?")
     if ends == {"truncated"} and len(lengths) == 1:
         lines.append(
-            f"all episodes are truncated after {longest} steps: V counts on rewards that would "
-            "follow. If none would, return terminated=True there, with the time in the observation"
+            f"all episodes are truncated after {longest} steps, so rewards are assumed to go on "
+            "afterwards. If they end there, return terminated=True and put the time into the "
+            "observation"
         )
     return lines
 
@@ -3554,14 +3608,19 @@ def print_scales(args, model, trials):
 
 def print_costs(args, costs):
     """Print measured costs as an option, and how long a run of the default length takes."""
-    args.level_costs = costs
-    if args.num_iterations:
-        seconds = args.num_iterations * Adaptive(args).seconds(len(args.levels) - 1)
-    else:
-        seconds = (args.total_cost or default_cost(args)) * costs[-2]
     words = " ".join(f"{cost:.3g}" for cost in costs)
-    print(f"\n--level-costs {words}   seconds of a step, {args.num_workers} workers; of an update")
-    print(f"--hours {seconds / 3600:.3g}   what a run takes without this option")
+    print("\nseconds of a step on each level over the workers, and of an update, as an option:")
+    print(f"--level-costs {words}")
+
+    args.level_costs = costs
+    one_level = len(args.levels) == 1
+    if one_level and args.num_iterations:
+        seconds = args.num_iterations * Adaptive(args).seconds(0)
+    elif args.schedule == "adaptive" and not args.num_iterations and not args.total_timesteps:
+        seconds = (args.total_cost or default_cost(args)) * costs[-2]
+    else:  # its iterations are not all alike
+        return
+    print(f"a run takes {seconds / 3600:.3g} hours, unless --hours or another length is given")
 
 
 # ------------------------------------------------------------------------------------ reservoirs
@@ -4525,7 +4584,7 @@ def check_spaces(parser, args):
     for level in sorted({*args.levels, args.eval_level}):
         with closing(make_env(args.env, level)) as env:
             spaces = (env.observation_space, env.action_space)
-            maps = hasattr(env.unwrapped, "map_from")
+            maps = maps_states(env.unwrapped)
         first = first or spaces
         if spaces != first:
             parser.error(f"argument --levels: level {level} has {spaces}, not {first}")
@@ -4549,7 +4608,8 @@ def check_baseline(parser, args):
     """Refuse a --baseline that cannot be loaded, or with which nothing is compared."""
     if not args.baseline:
         return
-    if not args.eval and not args.eval_every:
+    new_run = not args.eval and not args.resume
+    if new_run and not args.eval_every:
         parser.error("argument --baseline: it is compared with evaluations, see --eval-every")
     try:
         function = load_function(args.baseline)
@@ -4595,6 +4655,8 @@ def check_num_steps(parser, args):
 
 def set_length(parser, args):
     """Set the run's length, if it is not given."""
+    if args.hours and args.level_costs == UNKNOWN_COSTS:
+        parser.error("argument --hours: this run has not measured costs; use --num-iterations")
     lengths = [args.total_cost, args.hours, args.total_timesteps or args.num_iterations]
     if lengths.count(None) < 2:
         parser.error(
@@ -4617,10 +4679,10 @@ def set_length(parser, args):
 
 def set_hours(args):
     """Convert --hours to --total-cost, steps of the finest level, and say so."""
-    if args.level_costs == UNKNOWN_COSTS:
-        raise ValueError("argument --hours: this run has not measured costs; use --num-iterations")
     args.total_cost = args.hours * 3600 / args.level_costs[-2]
-    report(f"--hours {args.hours:g} are --total-cost {args.total_cost:.6g}")
+    report(
+        f"{args.hours:g} hours are --total-cost {args.total_cost:.6g}, steps of the finest level"
+    )
     args.hours = None
 
 

@@ -180,7 +180,7 @@ def test_line_for_a_change_of_level(adaptive):
     window(rule, run, 1.5)
     assert run.said == [
         "training on level 1 (8 cells): 20 s an iteration, correlation with the finest not "
-        "measured, trust 1; best check 0.0000",
+        "yet measured, trust 1; best check 0.0000",
         "training on level 2 (16 cells): 50 s an iteration, correlation with the finest 0.91, "
         "trust 1; best check 1.5000",
     ]
@@ -191,13 +191,16 @@ def test_line_where_rho_cannot_be_measured(adaptive):
     rule, run = adaptive()
     rule.measurements, rule.measured = 1, None
     rule.tell(run, 1)
-    assert "correlation with the finest not measured" in run.said[-1]
+    assert "correlation with the finest unknown" in run.said[-1]
 
 
 @pytest.mark.parametrize(
     "last, told",
     [
-        (2.5, "best check, 2.5000, came after 100% of the time; a longer run may gain more"),
+        (
+            2.5,
+            "best check, 2.5000, came after 100% of the time; a longer run may gain more: --resume",
+        ),
         (0.5, "best check, 1.5000, came after 62% of the time; checks have not gained since"),
     ],
 )
@@ -421,7 +424,9 @@ def test_starts_that_are_chance(monkeypatch):
         def reset(self, *, seed=None, options=None):
             return super().reset(options=options)
 
-    assert "starts from one seed differ" in measured(monkeypatch, Chance, AGREES)[1]
+    assert (
+        "two episodes from the same reset(seed) differ" in measured(monkeypatch, Chance, AGREES)[1]
+    )
 
 
 def trained(monkeypatch, tmp_path, kind, reward, *words, **options):
@@ -603,13 +608,19 @@ def test_unchanged_result_is_not_evaluated_again(tmp_path, monkeypatch):
     "levels, old, new, more, words",
     [
         ("1 2", "", "", VALUE, ""),
-        ("1 2", "reset(seed=seed)", "reset()", VALUE, "reset(seed) varies: "),
+        (
+            "1 2",
+            "reset(seed=seed)",
+            "reset()",
+            VALUE,
+            "two episodes from the same reset(seed) differ",
+        ),
         (
             "1 2",
             "0.2 * curvature",
             "np.random.random() * curvature",
             VALUE,
-            "reset(seed) varies: ",
+            "two episodes from the same reset(seed) differ",
         ),
         ("1", *LARGE, VALUE, "large observations: --norm-obs?"),
         ("1 2", *LARGE, VALUE, "large observations: --norm-obs?"),
@@ -910,7 +921,8 @@ def test_costs_are_those_of_whole_episodes(monkeypatch):
     monkeypatch.setattr(ml.time, "perf_counter", lambda: Solver.clock)
     options = "--levels 1 2 --num-envs 6 --num-minibatches 2 --num-workers 0 --num-steps".split()
     argv = ["--env", install(monkeypatch, Solver), *options]
-    for num_steps, cost in {50: (7 + 5 + 3) / 4, 2: (5 + 1) / 2}.items():
+    for num_steps in (50, 2):
+        cost = (7 + 5 + 3) / 4
         args = ml.parse_args([*argv, str(num_steps)])
         began = Solver.clock
         costs = ml.measured_costs(args, ml.make_model(args))
@@ -953,7 +965,7 @@ def test_hours(levels, monkeypatch, tmp_path, capsys):
     argv += "--num-envs 4 --num-minibatches 2 --num-steps 8 --hidden 8 --num-workers 0".split()
     argv += "--check-episodes 4 --eval-every 0 --quiet --log-dir".split() + [str(tmp_path)]
     run = ml.train(ml.parse_args([*argv, "--hours", "2"]))
-    assert "--hours 2 are --total-cost 192\n" in capsys.readouterr().err  # steps of 37.5 s
+    assert "2 hours are --total-cost 192, " in capsys.readouterr().err  # steps of 37.5 s
     options = json.loads((run.run_dir / "config.json").read_text())["options"]
     assert (options["hours"], options["total_cost"]) == (None, 192)
     an_iteration = 4 * 8 * 37.5 + 4 * 4 * 37.5  # and a check
@@ -967,13 +979,14 @@ def test_hours(levels, monkeypatch, tmp_path, capsys):
     assert 4 * 3600 <= again.seconds() < 4 * 3600 + an_iteration
 
 
-def test_hours_of_a_run_without_costs(monkeypatch, tmp_path):
+def test_hours_of_a_run_without_costs(monkeypatch, tmp_path, capsys):
     """A run on one level measures none unless its length goes by them."""
     argv = ["--env", install(monkeypatch, Solver), "--levels", "1", "--num-iterations", "1"]
     argv += "--num-envs 4 --num-minibatches 2 --num-steps 8 --hidden 8 --num-workers 0".split()
     run = ml.train(ml.parse_args([*argv, "--quiet", "--log-dir", str(tmp_path)]))
-    with pytest.raises(ValueError, match="--hours: this run has not measured costs"):
-        ml.train(ml.parse_args(["--resume", str(run.run_dir), "--hours", "1"]))
+    with pytest.raises(SystemExit):
+        ml.parse_args(["--resume", str(run.run_dir), "--hours", "1"])
+    assert "--hours: this run has not measured costs" in capsys.readouterr().err
 
 
 class Slowing(Solver):

@@ -206,7 +206,7 @@ def test_simulation_that_fails(monkeypatch, tmp_path, capsys, where, measured):
     assert ml.main() == 1
     *lines, first = capsys.readouterr().err.partition("\nTraceback")[0].splitlines()
     assert "level 2" in first and ("NaN" if where == "nan_reward" else "broken") in first
-    assert lines == ["reset(seed) varies: README, Randomness"] * measured  # they count episodes
+    assert lines == [f"{ml.SEED_VARIES}, see {ml.EXAMPLES_PAGE}"] * measured  # they count episodes
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_starts_that_are_not_of_the_seed(reset, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(ml, "MEASUREMENTS", 1)
     analysed(tmp_path, "--env", f"{tmp_path}/mine.py:make")
     error = capsys.readouterr().err
-    assert ("starts from one seed differ" in error) == ("seed" not in reset)
+    assert (ml.SEED_VARIES in error) == ("seed" not in reset)
 
 
 class Hidden(Line):
@@ -329,6 +329,12 @@ def rule(obs):
 
 def broken(obs):
     return [1.0, 2.0, 3.0]
+
+def nothing(obs):
+    pass
+
+def undefined(obs):
+    return [np.nan, 0.0]
 """
 BASED = "--levels 1 2 --num-envs 4 --num-minibatches 2 --hidden 8 --level-costs 1 2 0.1".split()
 BASED += "--check-episodes 2 --eval-every 1 --eval-episodes 4 --num-iterations 2".split()
@@ -357,8 +363,9 @@ def test_baseline(based, capsys, workers):
 
     capsys.readouterr()
     resume = ["--resume", str(run.run_dir), "--num-iterations", "3", "--quiet"]
-    again = ml.train(ml.parse_args(resume))  # it is not played again
-    assert again.history[-1]["baseline_return"] == 1.5 and capsys.readouterr().out == ""
+    again = ml.train(ml.parse_args([*resume, "--eval-episodes", "3"]))  # it is played again
+    assert again.history[-1]["baseline_return"] == 1.5
+    assert capsys.readouterr().out == "baseline: return 1.5000 ± 0.0000\n"
 
 
 def test_baseline_beside_an_evaluation(based, capsys, monkeypatch):
@@ -380,6 +387,8 @@ def test_baseline_beside_an_evaluation(based, capsys, monkeypatch):
         (("rule.py:rule", "nowhere.py:rule"), "argument --baseline: .*no file .*nowhere.py"),
         (("--eval-every", "--save-every"), "argument --baseline: .*--eval-every"),
         (("rule.py:rule", "rule.py:broken"), r"argument --baseline: ValueError: .*into shape \(2,"),
+        (("rule.py:rule", "rule.py:nothing"), r"argument --baseline: \w+Error"),
+        (("rule.py:rule", "rule.py:undefined"), "argument --baseline: ValueError: NaN"),
     ],
 )
 def test_wrong_baseline(based, capsys, monkeypatch, change, words):

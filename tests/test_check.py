@@ -83,6 +83,22 @@ class Hidden(Pendulum):
         return super().step(action)
 
 
+class Diverging(Pendulum):
+    """Its rewards are NaN after a while."""
+
+    def step(self, action):
+        obs, reward, *ends = super().step(action)
+        return obs, np.nan if self.t > 5 else reward, *ends
+
+
+class Careless(Pendulum):
+    """It changes the action that it gets: this is no flaw."""
+
+    def step(self, action):
+        action *= 0.5
+        return super().step(action)
+
+
 class Long(Pendulum):
     """Its episodes are cut after ten steps by a time limit."""
 
@@ -114,18 +130,24 @@ def checked(monkeypatch, capsys, kind, *more):
 # Where the same seed does not lead to the same episode, playing it again leads elsewhere, too.
 VARIES = []
 for level in (1, 2):
-    VARIES += [f"level {level}: reset(seed) varies: README, Randomness"]
+    VARIES += [f"level {level}: two episodes from the same reset(seed) differ"]
     VARIES += [
         f"level {level}: a resumed run starts a new episode: ValueError: playing its actions"
     ]
 FORGETS = "a resumed run starts a new episode: after saving and loading the next observation"
 FLAWS = {
     Pendulum: [],
-    Unseeded: [*VARIES, "levels start unlike, see README, Randomness"],
+    Unseeded: [*VARIES, "levels start unlike from the same seed"],
     Hidden: VARIES,
-    Unlike: ["levels start unlike, see README, Randomness"],
+    Unlike: ["levels start unlike from the same seed"],
     Forgetful: [f"level 1: {FORGETS}", f"level 2: {FORGETS}"],
-    Long: ["all episodes are truncated after 10 steps: V counts on rewards"],
+    Diverging: [
+        "level 1: NaN or over 1e15 in observations or rewards",
+        "level 2: NaN or over 1e15 in observations or rewards",
+        "costs were not measured: NaN or over 1e15",
+    ],
+    Careless: [],
+    Long: ["all episodes are truncated after 10 steps, so rewards are"],
     Large: ["large observations: --norm-obs?", "large returns: --norm-value?"],
     Small: ["small observations: --norm-obs?", "small returns: --norm-value?"],
 }
@@ -135,7 +157,7 @@ FLAWS = {
 def test_flaws_are_found(monkeypatch, capsys, kind):
     """Each flaw has its line, and there is no other one."""
     _, advice = checked(monkeypatch, capsys, kind)
-    told = [line for line in advice if not line.startswith("reset(seed) varies")]  # of all levels
+    told = [line for line in advice if not line.startswith("two episodes")]  # of all levels
     assert len(told) == len(FLAWS[kind])
     for line, words in zip(told, FLAWS[kind]):
         assert line.startswith(words)
@@ -161,10 +183,35 @@ def test_what_is_printed(monkeypatch, capsys):
     assert "observations: 0 to 0, entry 0 is the largest" in lines
     assert "rewards: 0 to 0" in lines
     assert "actions: 0 ± 1 at first, cut to -1 to 1" in lines
-    assert "--level-costs 3.75 37.5 0   seconds of a step, 0 workers; of an update" in lines
+    assert "--level-costs 3.75 37.5 0" in lines
     hours = 100 * 4 * 4 * 37.5 / 3600  # iterations, actors, steps, seconds
-    assert f"--hours {hours:.3g}   what a run takes without this option" in lines
+    assert any(line.startswith(f"a run takes {hours:.3g} hours") for line in lines)
     assert advice == []
+
+
+@pytest.mark.parametrize("schedule", ["adaptive", "together"])
+def test_hours_that_are_known(monkeypatch, capsys, schedule):
+    """Of together, whose iterations are of all levels, none are printed; starts are alike."""
+    more = ["--schedule", schedule, "--num-steps", "10"]
+    lines, advice = checked(monkeypatch, capsys, Pendulum, *more)
+    assert any("hours" in line for line in lines) == (schedule == "adaptive")
+    told = [line for line in advice if "its state was not saved" not in line]  # pairs need more
+    assert told == [] and len(advice) == (0 if schedule == "adaptive" else 2)
+
+
+def test_failed_steps(monkeypatch, capsys):
+    """With --failed-reward the first one of each level is told."""
+
+    class Failing(Pendulum):
+        def step(self, action):
+            if self.t == 5:
+                raise RuntimeError("no convergence")
+            return super().step(action)
+
+    _, advice = checked(monkeypatch, capsys, Failing, "--failed-reward", "-1")
+    assert sum("failed: RuntimeError: no convergence" in line for line in advice) == 2
+    with pytest.raises(ml.GameError, match="no convergence.*to go on .*: --failed-reward"):
+        checked(monkeypatch, capsys, Failing)
 
 
 def test_simulations_run_in_workers(monkeypatch, capsys):

@@ -10,9 +10,11 @@ import sys
 import threading
 from contextlib import closing
 
+import envs
 import numpy as np
 import pytest
 import torch
+from test_multilevel import install
 
 import ppo
 import ppo_atari
@@ -116,7 +118,7 @@ def test_failed_step_that_ends_an_episode(tmp_path, monkeypatch, capsys, how, wo
         assert sum(pool.call("take_failures"), []) == []
         own = {name: array[0] for name, array in pool.buffer.items()}
     (line,) = lines
-    error = "RuntimeError: broken" if how == "raise" else "ValueError: NaN or infinity"
+    error = "RuntimeError: broken" if how == "raise" else "NaN or over 1e15 in what step"
     assert re.match(rf".*level 2 \(seed \d+, episode 1, after 4 steps\) failed: {error}", line)
     failed = own["rewards"] == -7  # (T, N)
     assert failed.sum() == 1 and failed[4].sum() == 1
@@ -124,6 +126,56 @@ def test_failed_step_that_ends_an_episode(tmp_path, monkeypatch, capsys, how, wo
     (n,) = np.flatnonzero(failed[4])
     assert np.array_equal(own["next_obs"][4, n], own["obs"][4, n])  # what was seen last
     assert own["episode_length"][4, n] == 5 and own["episode_length"][5, n] == 1
+
+
+class Exploding(envs.Levels):
+    """Its numbers are finite, but far too large, in the second step."""
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return obs * np.float32(1e20 if self.t == 2 else 1), *rest
+
+
+class Batch(envs.Levels):
+    """It can be stepped together with others, but fails then."""
+
+    @staticmethod
+    def step_batch(games, actions):
+        raise RuntimeError("broken on purpose")
+
+    def step(self, action):
+        if self.t == 1:
+            raise RuntimeError("broken on purpose")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("kind", [Exploding, Batch])
+def test_steps_that_fail_in_other_ways(tmp_path, monkeypatch, kind):
+    """Numbers that would end a run, and simulations that are stepped together."""
+    env = install(monkeypatch, kind)
+    more = "--schedule adaptive --failed-reward -1 --num-steps 8 --num-iterations 1 --levels 1 2"
+    args = options(ppo_multilevel, tmp_path, env, *more.split(), "--num-workers", "0")
+    run = ppo_multilevel.train(ppo_multilevel.parse_args(args))
+    assert run.counters["failures"] > 8  # in checks, too
+
+
+def test_mistakes_are_no_failed_steps(tmp_path, monkeypatch):
+    """An env of the old API, or with a reward that is no number, ends the run all the same."""
+
+    class Old(envs.Levels):
+        def step(self, action):
+            return super().step(action)[:4]
+
+    class NoReward(envs.Levels):
+        def step(self, action):
+            obs, _, *rest = super().step(action)
+            return obs, None, *rest
+
+    more = "--schedule adaptive --failed-reward -1 --num-steps 8 --num-iterations 1".split()
+    for kind, words in ((Old, "reset must return"), (NoReward, "not a number and two flags")):
+        args = options(ppo_multilevel, tmp_path, install(monkeypatch, kind), *more)
+        with pytest.raises(ppo_multilevel.GameError, match=words):
+            ppo_multilevel.train(ppo_multilevel.parse_args(args))
 
 
 @pytest.mark.parametrize("schedule", ["adaptive", "together"])
