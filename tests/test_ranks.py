@@ -159,7 +159,7 @@ def test_two_ranks_do_what_one_does(case, tmp_path):
         seeds = [seeds_of(script, saved_games(state)) for state in (expected, state)]
         starts = (0,)
         if "adaptive" in case:  # games start anew after each measurement
-            starts = (ppo_multilevel.MEASURE_SEED, state["rule"]["measurements"])
+            starts = (ppo_multilevel.MEASURE_SEED, state["rule"]["measurements"], 1)
         assert seeds[0] == seeds[1] == seeds_given(script, one.args, *starts)
     for row, expected_row in zip(rows(two), rows(one.run_dir), strict=True):
         for name in ("iteration", "eval_return", "episodic_return", "entropy", "value_loss"):
