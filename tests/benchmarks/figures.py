@@ -48,7 +48,8 @@ def adaptive():
         draw_seeds(ax, curves[f"{case}-adaptive"], "adaptive", style)
 
         grids = f"{tables.grid(case, 1)} to {tables.grid(case, last)}"
-        ax.set(xscale="log", title=f"{TITLES[case]}: {grids} cells")
+        ax.set(xscale="log")
+        ax.set_title(f"{TITLES[case]}: {grids} cells", fontsize=10)
         ax.set_xlabel("seconds of simulation and updates (nominal)")
         first = np.mean([returns[0] for *_, returns in curves[f"{case}-adaptive"].values()])
         ax.set_ylim(-20 if case == "rod" else first - 0.2 * abs(ax.get_ylim()[1] - first))
