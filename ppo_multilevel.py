@@ -30,7 +30,8 @@ The schedule together, the paper's
 
     This is PPO whose rows carry a signed weight. A row of a level's own simulation weighs +1/M^l,
     a row of a partner (ℓ̃) −1/M^l, times control weights β, see `Together`. One forward pass over
-    all rows of a minibatch gives the loss. With one level the script is ppo.py, bit for bit.
+    all rows of a minibatch gives the loss. With one level, this schedule and the same options the
+    script is ppo.py, bit for bit.
 
 What a simulation is
     A class or function `make(level, evaluation=False, validation=False)` that returns Gymnasium
@@ -1077,7 +1078,7 @@ def play_alike(model, pool, args, number, run=None):
 
 
 def play_round(model, pool, args, seeds, generator):
-    """Play an episode of every actor on every level, each from its one of N seeds.
+    """Play an episode of every actor on every level, each actor from its own seed, (N,).
 
     Returns the first observations (L, N, D), the returns (L, N), and where an episode was cut off
     (L, N), of all ranks.
@@ -1142,7 +1143,8 @@ def varies(rows):
 def vary_together(shown):
     """Whether observations (L, E, D) of all levels vary with the finest level's, if those vary.
 
-    After a step the correlation of blind levels of a reservoir is 0.66, by chance it is near 0.
+    Levels of the reservoirs that start alike have a correlation of at least 0.66 after a step, and
+    levels that start unlike have one near 0. So the limit is 0.5.
     """
     if not varies(shown[-1]):
         return True
@@ -2756,7 +2758,7 @@ class Run(AbstractContextManager):
         """Correct measured costs by what all ranks have simulated so far; return what is logged.
 
         The finest level's own cost stays what it was, since the run's length is counted in its
-        steps. So does that of a level that was not simulated.
+        steps. So do the cost of an update and that of a level that was not simulated.
         """
         seconds, steps = np.sum(gathered_objects(self.simulated), axis=0)
         costs = self.args.level_costs
