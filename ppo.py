@@ -300,7 +300,7 @@ LARGEST = 1e15  # float32 must be able to hold squares of numbers, and sums of s
 
 
 def check_finite(buffer, who="game"):
-    """Raise GameError at the first NaN, infinity, or number whose square is too large: 1e15."""
+    """Raise GameError at the first NaN, infinity, or number of 1e15 or more."""
     for name in ("next_obs", "rewards", "obs"):
         wrong = ~(buffer[name].abs() < LARGEST)  # NaN < LARGEST is False
         if wrong.any():

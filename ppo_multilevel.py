@@ -413,7 +413,7 @@ LARGEST = 1e15  # float32 must be able to hold squares of numbers, and sums of s
 
 
 def check_finite(buffer, who="game"):
-    """Raise GameError at the first NaN, infinity, or number whose square is too large: 1e15."""
+    """Raise GameError at the first NaN, infinity, or number of 1e15 or more."""
     for name in ("next_obs", "rewards", "obs"):
         wrong = ~(buffer[name].abs() < LARGEST)  # NaN < LARGEST is False
         if wrong.any():
@@ -1084,10 +1084,7 @@ def play_round(model, pool, args, seeds, generator):
     (L, N), of all ranks.
     """
     L = len(args.levels)
-    seeds = np.broadcast_to(seeds, (2, L, args.num_envs))
-    pool.call("start", None, np.split(seeds, NUM_RANKS, axis=2)[RANK])
-    pool.call("follow_finest")
-    shown = pool.arrays["obs"][OWN].copy()
+    shown = start_alike(pool, args, seeds)
 
     finished = pool.arrays["finished"][OWN]  # (L, N / ranks)
     chunk = len(pool.buffer["noise"])
@@ -1105,6 +1102,17 @@ def play_round(model, pool, args, seeds, generator):
     return [np.concatenate(parts, axis=1) for parts in zip(*ranks)]
 
 
+def start_alike(pool, args, seeds):
+    """Start each actor on all levels from its own seed, (N,), and where the finest level is.
+
+    Returns this rank's first observations (L, N / ranks, D).
+    """
+    seeds = np.broadcast_to(seeds, (2, len(args.levels), args.num_envs))
+    pool.call("start", None, np.split(seeds, NUM_RANKS, axis=2)[RANK])
+    pool.call("follow_finest")
+    return pool.arrays["obs"][OWN].copy()
+
+
 # Where it is said what to do about starts.
 EXAMPLES_PAGE = "tests/examples/README.md, Seeds and starts"
 SEED_VARIES = "two episodes from the same reset(seed) differ"
@@ -1112,8 +1120,8 @@ SEED_VARIES = "two episodes from the same reset(seed) differ"
 
 def problem_of_starts(model, pool, args, shown, starts):
     """Return None, or a line on why first observations (L, E, D) are not of the same starts."""
-    of_same_start = shown[:, np.searchsorted(starts, starts)]
-    if not np.allclose(shown, of_same_start, 1e-4, 1e-6, equal_nan=True):
+    first_of_start = np.searchsorted(starts, starts)  # the first episode from the same start
+    if not alike(shown, shown[:, first_of_start]):
         return f"{SEED_VARIES}, see {EXAMPLES_PAGE}"
     if not varies(shown[-1]):  # what differs between starts may show after a step
         shown = shown_after_a_step(model, pool, args)
@@ -1124,10 +1132,7 @@ def problem_of_starts(model, pool, args, shown, starts):
 
 def shown_after_a_step(model, pool, args):
     """Return what the policy's mode leads to on all levels, (L, N, D), each game from its seed."""
-    seeds = draw_seeds(args.num_envs, args.seed, MEASURE_SEED)
-    seeds = np.broadcast_to(seeds, (2, len(args.levels), args.num_envs))
-    pool.call("start", None, np.split(seeds, NUM_RANKS, axis=2)[RANK])
-    pool.call("follow_finest")
+    start_alike(pool, args, draw_seeds(args.num_envs, args.seed, MEASURE_SEED))
     shown = []
     for level in range(len(args.levels)):
         pool.play(model, 1, level=level, sample=False)
@@ -1137,7 +1142,12 @@ def shown_after_a_step(model, pool, args):
 
 def varies(rows):
     """Whether rows (E, D) differ by more than rounding."""
-    return not np.allclose(rows, rows[:1], 1e-4, 1e-6, equal_nan=True)
+    return not alike(rows, rows[:1])
+
+
+def alike(a, b):
+    """Whether two arrays are equal but for float32 rounding, which may add up in an episode."""
+    return np.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 def vary_together(shown):
@@ -1740,8 +1750,7 @@ class Game:
         if name in self.to_compare:
             self.to_compare.remove(name)
             psi = np.asarray(self.env.unwrapped.psi())
-            alike = psi.shape == np.shape(obs) and np.allclose(obs, psi, 1e-4, 1e-6, equal_nan=True)
-            if not alike:
+            if psi.shape != np.shape(obs) or not alike(obs, psi):
                 raise ValueError("an observation is not psi(): noise in it? a wrapper?")
         self.arrays[name][self.n] = obs
 
@@ -2225,7 +2234,7 @@ def warn_of_random_starts(model, pool, num_levels):
             for name in ("obs", "next_obs"):
                 shown.append(pool.buffer[name][OWN, 0].copy())
     first, again = np.split(np.stack(shown), 2)
-    if not np.allclose(first, again, 1e-4, 1e-6, equal_nan=True):
+    if not alike(first, again):
         report(f"{SEED_VARIES}, see {EXAMPLES_PAGE}")
 
 
@@ -3254,7 +3263,9 @@ def baseline_returns(args):
         with closing(make_eval_pool(args, controller)) as pool:
             returns, cut = evaluate(controller, pool)
     line = f"baseline: return {returns.mean():.4f} ± {returns.std():.4f}"
-    print(f"{line}, {cut} episodes cut off" if cut else line, flush=True)
+    if cut:
+        line += f", {cut} episodes cut off"
+    print(line, flush=True)
     return returns
 
 
@@ -3400,23 +3411,20 @@ def check_simulation(args):
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     model = make_model(args)
-    names = []
     trials = []
     advice = []
     print_row(["level", "reset s", "first step s", "other steps s", "steps", "end", "return"])
     for level in args.levels:
         name, trial, problems = try_level(args, model, level)
         print_row([name, *trial_cells(trial)])
-        names.append(name)
         trials.append(trial)
         advice += [f"level {name}: {problem}" for problem in problems]
 
     problem = try_starts(args, model)
     if problem:
         advice.append(problem)
-    advice += hints_of_scale(
-        args, np.concatenate([trial.obs for trial in trials]), returns_of(trials)
-    )
+    obs = np.concatenate([trial.obs for trial in trials])
+    advice += hints_of_scale(args, obs, returns=[trial.rewards.sum() for trial in trials])
     advice += hints_of_ends(args, trials)
     print_scales(args, model, trials)
     try:
@@ -3424,7 +3432,9 @@ def check_simulation(args):
     except GameError as error:
         reason = str(error).partition("\n")[0]
         advice.append(f"costs were not measured: {reason}")
-    print("\n".join(["", "advice:" if advice else "no advice", *advice]))
+    print("\nadvice:" if advice else "\nno advice")
+    for line in advice:
+        print(line)
 
 
 def try_level(args, model, level):
@@ -3444,7 +3454,8 @@ def try_level(args, model, level):
     if not same_episode(first, again):
         problems.append(f"{SEED_VARIES}, see {EXAMPLES_PAGE}")
 
-    with closing(trial_pool(args, model, level)) as pool:  # as after an interruption
+    # Another pool takes up the saved game, like a run that is resumed.
+    with closing(trial_pool(args, model, level)) as pool:
         problem = go_on_from(model, pool, *saved)
     if problem:
         problems.append(f"a resumed run starts a new episode: {problem}")
@@ -3470,8 +3481,7 @@ def try_episode(model, pool):
     seconds = []
     while not arrays["finished"][0] and len(rewards) < EVAL_STEPS:
         arrays["seconds"][:] = 0
-        draw_noise(model, pool, generator)
-        pool.play(model, 1)
+        take_random_step(model, pool, generator)
         obs.append(arrays["next_obs"][0].copy())
         rewards.append(arrays["rewards"][0])
         seconds.append(arrays["seconds"].sum())
@@ -3482,12 +3492,17 @@ def try_episode(model, pool):
     return Trial(np.array(obs), np.array(rewards), reset_seconds, np.array(seconds), end)
 
 
+def take_random_step(model, pool, generator):
+    """Take one step of the pool's games, by the first of the buffer's rows of noise."""
+    draw_noise(model, pool, generator)
+    pool.play(model, 1)
+
+
 def same_episode(first, again):
     """Whether two Trials have the same observations and rewards."""
     if len(first.rewards) != len(again.rewards):
         return False
-    pairs = [(first.obs, again.obs), (first.rewards, again.rewards)]
-    return all(np.allclose(a, b, 1e-4, 1e-6, equal_nan=True) for a, b in pairs)
+    return alike(first.obs, again.obs) and alike(first.rewards, again.rewards)
 
 
 def save_in_mid_episode(model, pool, num_steps):
@@ -3499,13 +3514,11 @@ def save_in_mid_episode(model, pool, num_steps):
     pool.call("seed", EVAL_SEED)
     pool.call("start")
     for _ in range(num_steps):
-        draw_noise(model, pool, generator)
-        pool.play(model, 1)
+        take_random_step(model, pool, generator)
     arrays = {name: array.copy() for name, array in pool.arrays.items()}
     states = sum(pool.call("get_state"), [])
-    draw_noise(model, pool, generator)
+    take_random_step(model, pool, generator)
     noise = pool.buffer["noise"].copy()
-    pool.play(model, 1)
     return arrays, states, noise, pool.arrays["next_obs"][0].copy()
 
 
@@ -3528,31 +3541,29 @@ def try_starts(args, model):
     few = copy.copy(args)
     few.schedule = "adaptive"  # without partners, which finer levels would follow
     few.num_envs = 8
-    workers = min(few.num_envs, args.num_workers)
-    with closing(make_pool(few, model, game_seeds(few, 0), workers)) as pool:
-        seeds = draw_seeds(few.num_envs, args.seed)
-        pool.call("start", None, np.broadcast_to(seeds, (2, len(args.levels), few.num_envs)))
-        pool.call("follow_finest")
-        shown = pool.arrays["obs"][OWN].copy()
+    with closing(make_pool(few, model, game_seeds(few, 0), args.num_workers)) as pool:
+        shown = start_alike(pool, few, draw_seeds(few.num_envs, args.seed))
         return problem_of_starts(model, pool, few, shown, np.arange(few.num_envs))
 
 
 def hints_of_scale(args, obs=(), returns=()):
     """Return lines on observations and returns that are far from 1, if nothing normalises them."""
     lines = []
-    if np.size(obs) and not args.norm_obs:
-        largest = np.abs(obs).max()
-        if largest > 10:
-            lines.append("large observations: --norm-obs?")
-        elif 0 < largest < 0.01:
-            lines.append("small observations: --norm-obs?")
-    if np.size(returns) and not args.norm_value:
-        largest = np.abs(returns).max()
-        if largest > 10:
-            lines.append("large returns: --norm-value?")
-        elif 0 < largest < 0.01:
-            lines.append("small returns: --norm-value?")
+    if not args.norm_obs and far_from_one(obs):
+        lines.append(f"{far_from_one(obs)} observations: --norm-obs?")
+    if not args.norm_value and far_from_one(returns):
+        lines.append(f"{far_from_one(returns)} returns: --norm-value?")
     return lines
+
+
+def far_from_one(values):
+    """Return "large" or "small" if the largest of the values is far from 1, else None."""
+    largest = np.abs(values).max(initial=0)
+    if largest > 10:
+        return "large"
+    if 0 < largest < 0.01:
+        return "small"
+    return None
 
 
 def hints_of_ends(args, trials):
@@ -3572,11 +3583,6 @@ def hints_of_ends(args, trials):
             "observation"
         )
     return lines
-
-
-def returns_of(trials):
-    """Return the sums of rewards, (L,)."""
-    return np.array([trial.rewards.sum() for trial in trials])
 
 
 def trial_cells(trial):
