@@ -1505,6 +1505,10 @@ class Logger:
         self.events.flush()
 
 
+# An older version of this script, whose runs cannot be resumed, has no such entry in a checkpoint.
+NEWEST_ENTRY = "starts"
+
+
 class Checkpoint:
     """The file checkpoint.pt of a run's folder: tensors, plain values, and games as bytes.
 
@@ -1639,8 +1643,6 @@ def evaluate_run(args):
         returns, cut = evaluate(model, pool, generator)
         inputs = {name: pool.arrays[name][:1] for name in model.inputs if name != "starts"}
     what = f"{len(returns)} episodes of {Path(args.env).name}"
-    if "eval_level" in args:
-        what += f" level {args.eval_level}"
     if cut:
         what += f", {cut} cut off at {EVAL_STEPS:,} steps"
     print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {what}")
@@ -1867,7 +1869,7 @@ def options_of_run(parser, argv, args, run_dir, may_change):
                 parser.error(f"argument --{name}: the run has {value}, which cannot change")
         state = Checkpoint(run_dir).read()
         make_model(args).load_state_dict(state["model"])
-        if args.resume and "starts" not in state:
+        if args.resume and NEWEST_ENTRY not in state:
             raise ValueError("it is of an older version of this script, which only --eval can use")
     except Exception as error:
         parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")

@@ -303,7 +303,8 @@ def train(args, rule=None):
                 model.obs_norm.update(torch.cat([rows["obs"] for rows in own]))
 
             # Charge the iteration. The rule may then check the policy, and choose another level.
-            run.charge(run.pool, iteration=1, global_step=len(batch["obs"]))
+            run.charge(run.pool)
+            run.charge_update(len(batch["obs"]))
             row |= rule.review(run, own, partners, episodes)
             run.end_iteration(row, episodes, len(batch["obs"]))
     return run
@@ -336,7 +337,7 @@ def rollout(model, pool, level, num_steps, args, generator):
     own episodes that ended. A buffer holds tensors (T, N, ...): obs, actions, logprobs, values,
     next_values, rewards, terminated, truncated, next_obs.
     """
-    coupling = args.coupling if level > 0 and args.schedule == "together" else None
+    coupling = args.coupling if level > 0 and is_paired(args) else None
     # Draw the noise of all actions first, in this process, and give every worker the part of its
     # actors. The actions do not depend on how many workers there are, but for rounding.
     noise = model.head.noise(num_steps * args.num_envs, generator)
@@ -814,24 +815,20 @@ class Adaptive:
     LEAST_RHO = 0.03  # a smaller ρ, or one below 0, counts as this
     HIGH_RHO = 0.9  # from here on what is good on a level is good on the finest one
 
-    SAVED = ["level", "trust", "rho", "measured", "measurements", "refit", "best", "adam"]
-    SAVED += ["best_seconds", "returns", "latest", "before", "own_returns", "window_end"]
-    SAVED += ["check_due", "check_seconds"]
-
     def __init__(self, args):
         self.args = args
         self.level = None  # the level index that is trained on
         self.trust = [1.0 for _ in args.levels]
         self.rho = [1.0 for _ in args.levels]  # 1 until it is measured
-        self.measured = 0.0  # when ρ was measured last, in seconds; None if it cannot be
+        self.measured_at = 0.0  # when ρ was measured last, in seconds; None if it cannot be
         self.measurements = 0  # how often
         self.refit = False  # whether to refit V, see `refit_values`
         self.best = None  # the model's state at the best check
-        self.adam = None  # the optimizer's state there
-        self.best_seconds = 0.0  # when that was
-        self.returns = None  # the returns (E,) of the best check
-        self.latest = None  # those of the latest check
-        self.before = None  # those of the best check before the window
+        self.best_optimizer = None  # the optimizer's state there
+        self.best_at = 0.0  # when that was
+        self.best_returns = None  # the returns (E,) of the best check
+        self.latest_returns = None  # those of the latest check
+        self.returns_before = None  # those of the best check before the window
         self.own_returns = []  # the level's own returns in the window, a mean for each iteration
         self.window_end = 0.0  # when the window is over, in seconds
         self.check_due = 0.0  # when a check is due, in seconds
@@ -882,19 +879,19 @@ class Adaptive:
     def check(self, run):
         """Return the mean return of a check; keep the parameters if they are the best so far."""
         began = run.seconds()
-        self.latest = run.check()
+        self.latest_returns = run.check()
         self.check_seconds = run.seconds() - began
         self.check_due = run.seconds() + self.CHECK_AFTER * self.check_seconds
-        if self.best is None or self.latest.mean() > self.returns.mean():
+        if self.best is None or self.latest_returns.mean() > self.best_returns.mean():
             self.best = copy.deepcopy(run.model.state_dict())
-            self.adam = copy.deepcopy(run.optimizer.state_dict())
-            self.best_seconds = run.seconds()
-            self.returns = self.latest
-        return float(self.latest.mean())
+            self.best_optimizer = copy.deepcopy(run.optimizer.state_dict())
+            self.best_at = run.seconds()
+            self.best_returns = self.latest_returns
+        return float(self.latest_returns.mean())
 
     def judge(self, run):
         """Trust the level by what the window has gained on the finest level."""
-        gains = self.returns - self.before
+        gains = self.best_returns - self.returns_before
         error = gains.std() / len(gains) ** 0.5
         if gains.mean() > self.ERRORS * error:
             self.trust = [min(1.0, 2 * trust) for trust in self.trust]
@@ -902,7 +899,7 @@ class Adaptive:
             return
 
         self.trust[self.level] /= 2
-        is_worse = self.latest.mean() < self.returns.mean()
+        is_worse = self.latest_returns.mean() < self.best_returns.mean()
         if is_worse and not self.progress_is_hidden():
             self.go_back(run)
 
@@ -924,7 +921,8 @@ class Adaptive:
     def go_back(self, run):
         """Go on from the best parameters."""
         run.model.load_state_dict(self.best)
-        run.optimizer.load_state_dict(copy.deepcopy(self.adam))  # a copy: Adam writes into it
+        best_optimizer = copy.deepcopy(self.best_optimizer)  # Adam writes into what it loads
+        run.optimizer.load_state_dict(best_optimizer)
         self.refit = True
 
     def choose_level(self, run):
@@ -934,7 +932,7 @@ class Adaptive:
 
         best = None
         for level, (trust, rho) in enumerate(zip(self.trust, self.rho)):
-            worth = trust * rho**2 / self.seconds(level)
+            worth = trust * rho**2 / iteration_seconds(self.args, level)
             if best is None or worth >= best:  # the finest of equals wins
                 best = worth
                 chosen = level
@@ -946,9 +944,9 @@ class Adaptive:
 
     def start_window(self, run):
         """Start a window on the level."""
-        self.before = self.returns
+        self.returns_before = self.best_returns
         self.own_returns = []
-        iterations = self.WINDOW_ITERATIONS * self.seconds(self.level)
+        iterations = self.WINDOW_ITERATIONS * iteration_seconds(self.args, self.level)
         checks = self.WINDOW_CHECKS * self.check_seconds
         share = self.WINDOW_SHARE * run.seconds()
         self.window_end = run.seconds() + max(iterations, checks, share)
@@ -959,46 +957,42 @@ class Adaptive:
             return
         name = run.pool.call("level_names")[0][level]
         rho = f"{self.rho[level]:.2f}"
-        if self.measured is None:
+        if self.measured_at is None:
             rho = "unknown"
         elif self.measurements == 0:
             rho = "not yet measured"
         if len(self.args.levels) == 1:
             print(f"training on level {name}", flush=True)
             return
-        line = f"training on level {name}: {self.seconds(level):.2g} s an iteration, "
+        seconds = iteration_seconds(self.args, level)
+        line = f"training on level {name}: {seconds:.2g} s an iteration, "
         line += f"correlation with the finest {rho}, trust {self.trust[level]:.2g}; "
-        line += f"best check {self.returns.mean():.4f}"
+        line += f"best check {self.best_returns.mean():.4f}"
         print(line, flush=True)
 
     def tell_end(self, run):
         """Print whether a longer run may gain more."""
         if RANK > 0 or self.args.quiet:
             return
-        share = self.best_seconds / run.seconds()
-        line = f"the best check, {self.returns.mean():.4f}, came after {share:.0%} of the time; "
+        best = self.best_returns.mean()
+        share = self.best_at / run.seconds()
+        line = f"the best check, {best:.4f}, came after {share:.0%} of the time; "
         if share > 0.9:
             line += "a longer run may gain more: --resume"
         else:
             line += "checks have not gained since"
         print(line, flush=True)
 
-    def seconds(self, level):
-        """Return what an iteration on a level index takes: simulation and update."""
-        *step_costs, update = self.args.level_costs  # an update on the coarsest level's rows
-        T = self.args.num_steps
-        return self.args.num_envs * T[level] * step_costs[level] + T[level] / T[0] * update
-
     def measurement_is_due(self, run):
         """Whether the time since ρ was measured pays for measuring it again."""
-        if self.measured is None or len(self.args.levels) == 1:
+        if self.measured_at is None or len(self.args.levels) == 1:
             return False
-        costs = self.args.level_costs[: len(self.args.levels)]
+        costs = costs_of(self.args).steps
         steps_of_an_episode = self.check_seconds / costs[-1] / self.args.check_episodes
         episodes = num_rounds(self.args) * self.args.num_envs
         needed = episodes * steps_of_an_episode * sum(costs)
-        affordable = self.MEASURE_SHARE * (run.seconds() - self.measured)
-        return needed <= affordable and run.seconds() >= 1.5 * self.measured
+        affordable = self.MEASURE_SHARE * (run.seconds() - self.measured_at)
+        return needed <= affordable and run.seconds() >= 1.5 * self.measured_at
 
     def measure(self, run):
         """Measure ρ of all levels. If that cannot be done, say so, and go by costs and trust."""
@@ -1007,11 +1001,11 @@ class Adaptive:
             run.model, run.pool, self.args, self.measurements, run
         )
         run.pool.call("start", None, game_seeds(self.args, MEASURE_SEED, self.measurements, 1))
-        self.measured = run.seconds()
+        self.measured_at = run.seconds()
         rho = correlations(returns, starts)
         if problem:
             report(f"{problem}: levels are chosen by costs and gains alone")
-            self.measured = None
+            self.measured_at = None
             self.rho = [1.0 for _ in self.rho]
             return
         # Where nothing that the policy does changes the finest level's returns, ρ tells nothing.
@@ -1020,13 +1014,14 @@ class Adaptive:
             self.rho = rho.clip(self.LEAST_RHO, 1).tolist()
 
     def state(self):
-        """Return what a checkpoint keeps."""
-        return {name: getattr(self, name) for name in self.SAVED}
+        """Return what a checkpoint keeps: all but the options."""
+        kept = dict(vars(self))
+        del kept["args"]
+        return kept
 
     def restore(self, state):
         """Go on from a checkpoint's state."""
-        for name in self.SAVED:
-            setattr(self, name, state[name])
+        vars(self).update(state)
 
 
 # To measure ρ, each level plays about EPISODES episodes, REPEATS from each start.
@@ -1049,14 +1044,15 @@ def play_alike(model, pool, args, number, run=None):
     """
     rounds = num_rounds(args)
     starts = np.arange(rounds * args.num_envs) // REPEATS  # (E,)
-    seeds = draw_seeds(rounds + starts[-1] + 1, args.seed, MEASURE_SEED, number)
-    noise_seeds = seeds[:rounds]
-    start_seeds = seeds[rounds:][starts].reshape(rounds, -1)
+    num_starts = starts[-1] + 1
+    drawn = draw_seeds(rounds + num_starts, args.seed, MEASURE_SEED, number)
+    noise_seeds, start_seeds = np.split(drawn, [rounds])
+    seeds_of_rounds = start_seeds[starts].reshape(rounds, args.num_envs)
 
     returns = []
     shown = []
     cut = 0
-    for noise_seed, seeds in zip(noise_seeds, start_seeds):
+    for noise_seed, seeds in zip(noise_seeds, seeds_of_rounds):
         generator = torch.Generator().manual_seed(int(noise_seed))
         first_obs, round_returns, unfinished = play_round(model, pool, args, seeds, generator)
         shown.append(first_obs)
@@ -1659,8 +1655,7 @@ class Game:
 
         # The first observations of reset and step are compared with psi(), where pairs need it.
         has_psi = callable(getattr(self.env.unwrapped, "psi", None))
-        needs_psi = args.schedule == "together" and len(args.levels) > 1
-        self.to_compare = {"obs", "next_obs"} if has_psi and needs_psi else set()
+        self.to_compare = {"obs", "next_obs"} if has_psi and is_paired(args) else set()
 
         self.shows_pictures = n == 0 and not video and self.env.render_mode == "rgb_array"
         self.picture = None  # what the last episode's end looked like
@@ -1902,7 +1897,6 @@ class Games:
         self.buffer = {}
         for name in model.stored + RESULTS:
             self.buffer[name] = buffer[name][:, :, own_rows]
-        self.paired = args.schedule == "together"
         self.busy = None  # the game that is at work, and what it does
 
         self.levels = levels
@@ -1910,7 +1904,7 @@ class Games:
         self.partners = []
         for level, name in enumerate(levels):
             partners = []
-            if self.paired and level > 0:
+            if is_paired(args) and level > 0:
                 member = view(arrays, PARTNER, level)
                 for n in rows:
                     seed = int(seeds[PARTNER, level, n])
@@ -2128,6 +2122,27 @@ def steps_in_batches(env):
     return False
 
 
+class Costs(NamedTuple):
+    """--level-costs by name, in seconds."""
+
+    steps: list  # a step on each of --levels
+    update: float  # an update with the coarsest level's rows
+    unit: float  # a step on the finest level, or on a finer --eval-level; total_cost counts these
+
+
+def costs_of(args):
+    """Return what the levels of a run cost, and an update."""
+    costs = args.level_costs
+    return Costs(costs[: len(args.levels)], costs[-1], costs[-2])
+
+
+def iteration_seconds(args, level):
+    """Return what an iteration on a level index takes: simulation and update."""
+    costs = costs_of(args)
+    T = args.num_steps
+    return args.num_envs * T[level] * costs.steps[level] + T[level] / T[0] * costs.update
+
+
 UNKNOWN_COSTS = [1.0, 0.0]  # where there is one level and nothing depends on what it costs
 
 
@@ -2145,29 +2160,34 @@ def measured_costs(args, model):
     --eval-level has its own. Neither model nor generators change.
     """
     levels = sorted({*args.levels, args.eval_level})
-    own = {"levels": levels, "schedule": "adaptive", "target_kl": None}  # without partners
-    args = argparse.Namespace(**vars(args) | own)
+    args = changed(args, levels=levels, schedule="adaptive", target_kl=None)  # without partners
     model = copy.deepcopy(model)
     generator = torch.Generator()
 
     # One actor in each process is enough, unless actors are stepped together.
-    few = copy.copy(args)
-    few.num_envs = min(args.num_envs, max(1, args.num_workers) * NUM_RANKS)
+    num_actors = min(args.num_envs, max(1, args.num_workers) * NUM_RANKS)
     with closing(make_env(args.env, levels[0])) as env:
         if steps_in_batches(env):
-            few = args
+            num_actors = args.num_envs
+    fewer = changed(args, num_envs=num_actors)
 
     with (
         kept_generators(),
-        closing(make_pool(few, model, game_seeds(few, 0), args.num_workers)) as pool,
+        closing(make_pool(fewer, model, game_seeds(fewer, 0), args.num_workers)) as pool,
     ):
         warn_of_random_starts(model, pool, len(levels))  # also does what is done once
         pool.call("start")
         costs = [step_seconds(model, pool, level, generator) for level in range(len(levels))]
-        rest = update_seconds(model, pool, few, args, generator)
+        buffer, overhead = rollout_overhead(model, pool, fewer, generator)
+    rest = overhead + update_seconds(model, buffer, args, generator)
     if len(costs) > 1 and costs[0] > max(1.5 * costs[1], 0.01):  # below 10 ms it may be noise
         report(f"level {levels[0]} costs more than {levels[1]}: slow reset? --level-costs")
     return [*costs, rest]
+
+
+def changed(args, **options):
+    """Return a copy of the options in which some are other ones."""
+    return argparse.Namespace(**(vars(args) | options))
 
 
 def step_seconds(model, pool, level, generator):
@@ -2193,28 +2213,28 @@ def simulated_seconds(pool):
     return float(pool.arrays["seconds"].sum()) / workers
 
 
-def update_seconds(model, pool, few, args, generator):
-    """Return the seconds of all that an iteration on the coarsest level does besides simulation.
-
-    The pool has a `few` of the actors: their rows are repeated.
-    """
-    num_steps = args.num_steps[0]
+def rollout_overhead(model, pool, args, generator):
+    """Return the buffer of a rollout on the coarsest level, and what it took besides simulation."""
     pool.arrays["seconds"][:] = 0
     started = time.perf_counter()
-    (buffer,), _ = rollout(model, pool, 0, num_steps, few, generator)
-    overhead = time.perf_counter() - started - NUM_RANKS * simulated_seconds(pool)
+    (buffer,), _ = rollout(model, pool, 0, args.num_steps[0], args, generator)
+    seconds = time.perf_counter() - started
+    return buffer, max(0.0, seconds - NUM_RANKS * simulated_seconds(pool))
 
-    copies = math.ceil(args.num_envs / few.num_envs)
-    for name, column in buffer.items():
-        buffer[name] = torch.cat([column] * copies, dim=1)[:, : args.num_envs]
+
+def update_seconds(model, buffer, args, generator):
+    """Return the seconds of an update. The buffer's rows are repeated until all actors have one."""
+    actors = torch.arange(args.num_envs) % buffer["rewards"].shape[1]
+    buffer = {name: column[:, actors] for name, column in buffer.items()}
+    plan = Plan([0], [args.num_steps[0]], [])
     for _ in range(2):  # the first time includes what is done once
         gc.collect()
         optimizer = make_optimizer(model, args)
         started = time.perf_counter()
         batch = make_batch(buffer, model, args)
-        update(model, optimizer, batch, Plan([0], [num_steps], []), args, generator)
-        learning = time.perf_counter() - started
-    return max(0.0, overhead) + learning
+        update(model, optimizer, batch, plan, args, generator)
+        seconds = time.perf_counter() - started
+    return seconds
 
 
 def draw_noise(model, pool, generator):
@@ -2585,7 +2605,8 @@ class Run(AbstractContextManager):
         self.saved = None  # the iteration of the last checkpoint
         self.began = None  # when the current iteration began
         self.corrects_costs = False  # whether they were measured, for --schedule adaptive
-        self.simulated = np.zeros((2, len(args.levels)))  # seconds and steps on each level so far
+        self.simulated_seconds = np.zeros(len(args.levels))  # on each level so far, and by one
+        self.simulated_steps = np.zeros(len(args.levels))  # rank; a partner counts below its level
         self.baseline_return = None  # the mean return of --baseline
         self.pools = []  # all pools that are open
         self.logger = Logger(self.run_dir, args)
@@ -2722,46 +2743,50 @@ class Run(AbstractContextManager):
 
     def seconds(self):
         """Return how long the run is on its clock: simulation and updates, at --level-costs."""
-        return self.counters["total_cost"] * self.args.level_costs[-2]
+        return self.counters["total_cost"] * costs_of(self.args).unit
 
-    def charge(self, pool, side_by_side=False, **counts):
-        """Add up the `counts`, and what a pool's games have simulated since the last time.
+    def charge(self, pool, side_by_side=False):
+        """Count what the games of a pool, on all ranks, have simulated since the last time.
 
-        All ranks' games count. They count `side_by_side` if none goes on to other work before the
-        last has ended. An update costs as much as its rows, `global_step`, tell.
+        `side_by_side` says that no game went on to other work before the last one had ended. Then
+        each is charged with the steps of the longest.
         """
-        *costs, update = np.array(self.args.level_costs) / self.args.level_costs[-2]
         steps = pool.arrays["steps"]
-        self.note_simulated(pool)
+        seconds = pool.arrays["seconds"]
+        self.simulated_steps += self.by_level(pool, steps)
+        self.simulated_seconds += self.by_level(pool, seconds)
+
+        charged = steps
         if side_by_side:
-            longest = np.max(gathered_objects(steps.max(axis=-1)), axis=0)
-            steps[:] = longest[..., np.newaxis]
-        steps = steps.sum(axis=-1)
-        costs = np.array(costs)
-        if pool is self.pool:  # (2, L): a partner plays one level below
-            cost = (steps[OWN] * costs[: steps.shape[1]]).sum()
-            cost += (steps[PARTNER, 1:] * costs[: steps.shape[1] - 1]).sum()
-        else:
-            cost = steps * costs[-1]
-        seconds = pool.arrays["seconds"].sum()
-        pool.arrays["steps"][:] = 0
-        pool.arrays["seconds"][:] = 0
+            longest = np.max(gathered_objects(steps.max(axis=-1, keepdims=True)), axis=0)
+            charged = np.broadcast_to(longest, steps.shape)
+        costs = costs_of(self.args)
+        cost = self.by_level(pool, charged) @ costs.steps / costs.unit
 
-        seconds, cost = np.sum(gathered_objects([seconds, cost]), axis=0).tolist()
-        rows_of_an_update = self.args.num_envs * self.args.num_steps[0]
-        updates = counts.get("global_step", 0) / rows_of_an_update
-        counts |= {"sim_seconds": seconds, "sim_cost": cost}
-        counts["total_cost"] = cost + updates * float(update)
-        for name, count in counts.items():
-            self.counters[name] += count
+        sim_seconds, cost = np.sum(gathered_objects([seconds.sum(), cost]), axis=0).tolist()
+        self.counters["sim_seconds"] += sim_seconds
+        self.counters["sim_cost"] += cost
+        self.counters["total_cost"] += cost
+        steps[:] = 0
+        seconds[:] = 0
 
-    def note_simulated(self, pool):
-        """Add up how long the pool's games took since the last time, and their steps."""
-        for i, name in enumerate(("seconds", "steps")):
-            if pool is self.pool:
-                self.simulated[i] += pool.arrays[name][OWN].sum(axis=-1)
-            else:  # a check
-                self.simulated[i, -1] += pool.arrays[name].sum()
+    def charge_update(self, num_rows):
+        """Count an iteration, whose update takes as long as its number of rows tells."""
+        costs = costs_of(self.args)
+        rows_on_the_coarsest = self.args.num_envs * self.args.num_steps[0]
+        self.counters["iteration"] += 1
+        self.counters["global_step"] += num_rows
+        self.counters["total_cost"] += num_rows / rows_on_the_coarsest * costs.update / costs.unit
+
+    def by_level(self, pool, array):
+        """Return the sums (L,) of an array of a pool's games, by the level that they simulate."""
+        sums = np.zeros(len(self.args.levels))
+        if pool is not self.pool:  # a check's games, (E,), are of the finest level
+            sums[-1] = array.sum()
+            return sums
+        sums += array[OWN].sum(axis=-1)
+        sums[:-1] += array[PARTNER, 1:].sum(axis=-1)  # a partner plays one level below
+        return sums
 
     def correct_costs(self):
         """Correct measured costs by what all ranks have simulated so far; return what is logged.
@@ -2769,7 +2794,8 @@ class Run(AbstractContextManager):
         The finest level's own cost stays what it was, since the run's length is counted in its
         steps. So do the cost of an update and that of a level that was not simulated.
         """
-        seconds, steps = np.sum(gathered_objects(self.simulated), axis=0)
+        seconds = np.sum(gathered_objects(self.simulated_seconds), axis=0)
+        steps = np.sum(gathered_objects(self.simulated_steps), axis=0)
         costs = self.args.level_costs
         finest = seconds[-1] / steps[-1]  # there was a check
         for level in np.flatnonzero(steps[:-1]):
@@ -2819,13 +2845,8 @@ class Run(AbstractContextManager):
 
     def count_failures(self):
         """Count the steps that have failed in all pools and ranks, and report each in a line."""
-        lines = []
-        for pool in self.pools:
-            lines += sum(pool.call("take_failures"), [])
-        lines = sum(gathered_objects(lines), [])
-        for line in lines:
-            report(line)
-        self.counters["failures"] = self.counters.get("failures", 0) + len(lines)
+        failures = gathered_objects(report_failures(self.pools))
+        self.counters["failures"] = self.counters.get("failures", 0) + sum(failures)
 
     def log(self, row):
         """Evaluate if it is due, and write the row."""
@@ -2884,7 +2905,8 @@ class Run(AbstractContextManager):
             "counters": self.counters,
             "starts": self.starts,
             "corrects_costs": self.corrects_costs,
-            "simulated": self.simulated.tolist(),
+            "simulated_seconds": self.simulated_seconds.tolist(),
+            "simulated_steps": self.simulated_steps.tolist(),
             "level_costs": self.args.level_costs,
             "history": json.loads(json.dumps(self.history, default=float)),  # plain numbers
             "recent": self.recent,
@@ -2899,10 +2921,10 @@ class Run(AbstractContextManager):
         self.generator.set_state(state["generator"])
         self.counters = state["counters"]
         self.starts = state["starts"] + 1
-        if "simulated" in state:  # an older run has none
-            self.corrects_costs = state["corrects_costs"]
-            self.simulated = np.array(state["simulated"])
-            self.args.level_costs = state["level_costs"]
+        self.corrects_costs = state["corrects_costs"]
+        self.simulated_seconds = np.array(state["simulated_seconds"])
+        self.simulated_steps = np.array(state["simulated_steps"])
+        self.args.level_costs = state["level_costs"]
         self.recent = state["recent"]
         self.logger.restore(state["history"])
         self.saved = self.iteration
@@ -3011,6 +3033,10 @@ class Logger:
     def flush(self):
         """Write what TensorBoard's writer holds back."""
         self.events.flush()
+
+
+# An older version of this script, whose runs cannot be resumed, has no such entry in a checkpoint.
+NEWEST_ENTRY = "simulated_steps"
 
 
 class Checkpoint:
@@ -3149,6 +3175,20 @@ def evaluate(model, pool, generator=None, run=None):
     return first_returns(arrays), int((~arrays["finished"]).sum())
 
 
+def report_failures(pools):
+    """Report each step in which a game has failed since the last time. Returns how many.
+
+    There are some with --failed-reward only. Each rank reports its own.
+    """
+    lines = []
+    for pool in pools:
+        lines += sum(pool.call("take_failures"), [])
+    for line in lines:
+        with suppress(OSError):  # nobody reads it any more
+            print(line, file=sys.stderr, flush=True)
+    return len(lines)
+
+
 def first_returns(arrays):
     """Return the returns of the games' first episodes since their start, so far if cut off."""
     return np.where(arrays["finished"], arrays["first_return"], arrays["episode_return"])
@@ -3163,10 +3203,9 @@ def evaluate_run(args):
 
     with closing(make_eval_pool(args, model)) as pool:
         returns, cut = evaluate(model, pool, generator)
+        report_failures([pool])
         inputs = {name: pool.arrays[name][:1] for name in model.inputs if name != "starts"}
-    what = f"{len(returns)} episodes of {Path(args.env).name}"
-    if "eval_level" in args:
-        what += f" level {args.eval_level}"
+    what = f"{len(returns)} episodes of {Path(args.env).name} level {args.eval_level}"
     if cut:
         what += f", {cut} cut off at {EVAL_STEPS:,} steps"
     print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {what}")
@@ -3262,6 +3301,7 @@ def baseline_returns(args):
         controller = make_model(args, Controller)
         with closing(make_eval_pool(args, controller)) as pool:
             returns, cut = evaluate(controller, pool)
+            report_failures([pool])
     line = f"baseline: return {returns.mean():.4f} ± {returns.std():.4f}"
     if cut:
         line += f", {cut} episodes cut off"
@@ -3329,18 +3369,17 @@ def level_rows(args, names, returns, starts):
     `worth` is what the rule goes by, ρ² per second, divided by that of the finest level. An entry
     that ends in _error is a standard error.
     """
-    rule = Adaptive(args)
-    finest = len(names) - 1
+    seconds = [iteration_seconds(args, level) for level in range(len(names))]
     numbers = level_numbers(returns, starts)
     errors = jackknife_errors(returns, starts)
     rows = []
     for level, name in enumerate(names):
         row = {"level": name, "step_ms": 1e3 * args.level_costs[level]}
-        row["iteration_s"] = rule.seconds(level)
+        row["iteration_s"] = seconds[level]
         for number in numbers:
             row[number] = float(numbers[number][level])
             row[f"{number}_error"] = float(errors[number][level])
-        row["worth"] = max(0.0, row["rho"]) ** 2 * rule.seconds(finest) / rule.seconds(level)
+        row["worth"] = max(0.0, row["rho"]) ** 2 * seconds[-1] / seconds[level]
         rows.append(row)
     return rows
 
@@ -3623,7 +3662,7 @@ def print_costs(args, costs):
     args.level_costs = costs
     one_level = len(args.levels) == 1
     if one_level and args.num_iterations:
-        seconds = args.num_iterations * Adaptive(args).seconds(0)
+        seconds = args.num_iterations * iteration_seconds(args, 0)
     elif args.schedule == "adaptive" and not args.num_iterations and not args.total_timesteps:
         seconds = (args.total_cost or default_cost(args)) * costs[-2]
     else:  # its iterations are not all alike
@@ -4404,13 +4443,23 @@ def solve_pressures(envs, q):
 
 
 # ------------------------------------------------------------------------------------ command line
-# By --env: levels and total cost if adaptive, levels and steps if together.
+class Defaults(NamedTuple):
+    """The defaults of an --env."""
+
+    levels: list  # with --schedule adaptive
+    total_cost: float | None
+    pair: list  # the levels with --schedule together
+    pair_steps: list  # their --num-steps
+
+
 DEFAULTS = {
-    "ResSim-v1": ([1, 2, 3, 4, 5], 32_000.0, [2, 5], [100, 5]),
-    "ResSim-v2": ([1, 2, 3, 4], 50_000.0, [1, 4], [140, 5]),
-    "ResSim-v3": ([1, 2, 3, 4], 200_000.0, [3, 4], [60, 15]),
-    "ResSim-v4": ([1, 2, 3, 4], 200_000.0, [3, 4], [60, 15]),
+    "ResSim-v1": Defaults([1, 2, 3, 4, 5], 32_000.0, [2, 5], [100, 5]),
+    "ResSim-v2": Defaults([1, 2, 3, 4], 50_000.0, [1, 4], [140, 5]),
+    "ResSim-v3": Defaults([1, 2, 3, 4], 200_000.0, [3, 4], [60, 15]),
+    "ResSim-v4": Defaults([1, 2, 3, 4], 200_000.0, [3, 4], [60, 15]),
 }
+NO_DEFAULTS = Defaults([], None, [], [])  # of other simulations
+
 # The options that say how long a run is, and the counters that they limit.
 LENGTHS = {
     "num_iterations": "iteration",
@@ -4563,14 +4612,16 @@ def parse_args(argv=None):
 
 def set_defaults_of_case(parser, given):
     """Set the defaults that --env, --schedule and --levels decide on."""
-    levels, _, pair, pair_steps = DEFAULTS.get(given.env, ([], 0.0, [], []))
+    case = DEFAULTS.get(given.env, NO_DEFAULTS)
     schedule = "together" if len(given.levels) == 1 else "adaptive"
-    parser.set_defaults(levels=levels, schedule=schedule)
+    parser.set_defaults(levels=case.levels, schedule=schedule)
     if given.env in CASES:
         parser.set_defaults(init_log_std=-2.9)
     if given.schedule == "together" and len(given.levels) != 1 and given.analyse is None:
-        num_steps = [100] + [10] * (len(given.levels) - 1) if given.levels else pair_steps
-        parser.set_defaults(levels=pair, num_steps=num_steps)
+        num_steps = case.pair_steps
+        if given.levels:
+            num_steps = [100] + [10] * (len(given.levels) - 1)
+        parser.set_defaults(levels=case.pair, num_steps=num_steps)
         parser.set_defaults(learning_rate=3e-5, update_epochs=10, target_kl=0.05)
 
 
@@ -4646,14 +4697,13 @@ def check_adaptive(parser, args):
 def check_num_steps(parser, args):
     """Complete --num-steps to one entry per level; refuse numbers that minibatches cannot share."""
     L = len(args.levels)
-    paired = is_paired(args)
     if len(args.num_steps) == 1:
         args.num_steps = args.num_steps * L
     if len(args.num_steps) != L:
         parser.error(f"argument --num-steps: one number per level of {args.levels}, or one for all")
 
     for level, T in enumerate(args.num_steps):
-        finer = paired and level > 0
+        finer = is_paired(args) and level > 0
         rows = args.num_envs * T
         what = "finer rows" if finer else "rows"
         check_rows(parser, args, rows, what)
@@ -4679,15 +4729,14 @@ def set_length(parser, args):
         args.num_iterations = 200
         return
     # Other simulations are as long as `default_cost` says, once their costs are known.
-    if args.env in DEFAULTS:
-        levels, total_cost, *_ = DEFAULTS[args.env]
-        if args.levels[-1] == levels[-1]:
-            args.total_cost = total_cost
+    case = DEFAULTS.get(args.env, NO_DEFAULTS)
+    if args.levels[-1:] == case.levels[-1:]:
+        args.total_cost = case.total_cost
 
 
 def set_hours(args):
     """Convert --hours to --total-cost, steps of the finest level, and say so."""
-    args.total_cost = args.hours * 3600 / args.level_costs[-2]
+    args.total_cost = args.hours * 3600 / costs_of(args).unit
     report(
         f"{args.hours:g} hours are --total-cost {args.total_cost:.6g}, steps of the finest level"
     )
@@ -4696,7 +4745,8 @@ def set_hours(args):
 
 def default_cost(args):
     """Return what 100 iterations on the finest level cost, updates included, in its steps."""
-    return 100 * Adaptive(args).seconds(len(args.levels) - 1) / args.level_costs[-2]
+    finest = len(args.levels) - 1
+    return 100 * iteration_seconds(args, finest) / costs_of(args).unit
 
 
 def parse_with_run(parser, argv):
@@ -4761,7 +4811,7 @@ def options_of_run(parser, argv, args, run_dir, may_change):
                 parser.error(f"argument --{name}: the run has {value}, which cannot change")
         state = Checkpoint(run_dir).read()
         make_model(args).load_state_dict(state["model"])
-        if args.resume and "starts" not in state:
+        if args.resume and NEWEST_ENTRY not in state:
             raise ValueError("it is of an older version of this script, which only --eval can use")
     except Exception as error:
         parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")

@@ -85,7 +85,7 @@ def iterate(rule, run, own_return=0.0):
     """Do an iteration as `train` does; return its row."""
     level = rule.level
     assert rule.plan()[:3] == ([level], [1], [])
-    run.time += rule.seconds(level)
+    run.time += ml.iteration_seconds(rule.args, level)
     return rule.review(run, None, None, {level: [(own_return, 1)]})
 
 
@@ -104,9 +104,9 @@ def window(rule, run, mean, spread=0.0, own_returns=None):
 def test_seconds_of_unequal_steps(adaptive):
     """An iteration with fewer steps has fewer rows to learn from, too."""
     rule, _ = adaptive()
-    assert [rule.seconds(level) for level in range(3)] == [20, 50, 170]
+    assert [ml.iteration_seconds(rule.args, level) for level in range(3)] == [20, 50, 170]
     rule.args.num_steps = [4, 2, 1]
-    assert [rule.seconds(level) for level in range(3)] == [50, 85, 162.5]
+    assert [ml.iteration_seconds(rule.args, level) for level in range(3)] == [50, 85, 162.5]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_line_for_a_change_of_level(adaptive):
 def test_line_where_rho_cannot_be_measured(adaptive):
     """It does not show the 1 that stands for a ρ which is not known."""
     rule, run = adaptive()
-    rule.measurements, rule.measured = 1, None
+    rule.measurements, rule.measured_at = 1, None
     rule.tell(run, 1)
     assert "correlation with the finest unknown" in run.said[-1]
 
@@ -309,7 +309,7 @@ def test_best_parameters_are_kept_and_restored(adaptive):
         run.model.weight.fill_(8.0)
     window(rule, run, 0.5)
     assert torch.equal(run.model.weight, best) and torch.equal(rule.best["weight"], best)
-    assert rule.returns.mean() == 1.0 and rule.best_seconds < run.time
+    assert rule.best_returns.mean() == 1.0 and rule.best_at < run.time
 
 
 def test_adam_of_the_best_check_stays_as_it_is(adaptive):
@@ -318,10 +318,12 @@ def test_adam_of_the_best_check_stays_as_it_is(adaptive):
     for _ in range(3):
         run.model(torch.ones(1)).backward()
         run.optimizer.step()
-        rule.adam = rule.adam if rule.adam["state"] else run.optimizer.state_dict()
+        rule.best_optimizer = (
+            rule.best_optimizer if rule.best_optimizer["state"] else run.optimizer.state_dict()
+        )
         rule.go_back(run)
         assert run.optimizer.state_dict()["state"][0]["step"] == 1
-    assert rule.adam["state"][0]["step"] == 1
+    assert rule.best_optimizer["state"][0]["step"] == 1
 
 
 def test_checks_within_a_window(adaptive):
@@ -461,7 +463,7 @@ def test_levels_that_agree_are_cheap(monkeypatch, tmp_path):
 def test_unlike_levels_go_by_trust_alone(monkeypatch, tmp_path, capsys):
     """One line says so, and nothing is measured any more."""
     run = trained(monkeypatch, tmp_path, Line, AGREES, unlike=True)
-    assert run.rule.measurements == 1 and run.rule.measured is None
+    assert run.rule.measurements == 1 and run.rule.measured_at is None
     assert run.rule.rho == [1.0] * 3
     told = capsys.readouterr().err
     assert told.count("levels are chosen by costs and gains alone") == 1
@@ -719,7 +721,7 @@ def test_best_check_is_the_runs_result(run, capsys):
     """`model` in the checkpoint, --eval and the last evaluation are the best check's parameters."""
     state = ml.Checkpoint(run.run_dir).read()
     best = max(float(row["check_return"]) for row in rows(run.run_dir) if row["check_return"])
-    assert state["rule"]["returns"].mean() == pytest.approx(best)
+    assert state["rule"]["best_returns"].mean() == pytest.approx(best)
     for name, value in state["model"].items():
         assert torch.equal(value, state["rule"]["best"][name])
     for name, value in run.model.state_dict().items():
@@ -774,7 +776,7 @@ def test_resume_in_the_middle(run, tmp_path, last):
     expected = run.model.state_dict()
     for name, value in resumed.model.state_dict().items():
         assert torch.equal(value, expected[name]), name
-    assert torch.equal(resumed.rule.returns, run.rule.returns)
+    assert torch.equal(resumed.rule.best_returns, run.rule.best_returns)
     for row, expected_row in zip(rows(resumed.run_dir), rows(run.run_dir), strict=True):
         for name in ("level", "check_return", "eval_return", "sim_cost", "policy_loss"):
             assert row[name] == expected_row[name], name

@@ -33,8 +33,8 @@ DIFFERS = {
     "ppo_multilevel": (
         "add_own_options train make_optimizer rollout RESULTS play add_values make_batch "
         "minibatch_loss update run_epoch minibatches normalised make_model Model make_env Game "
-        "Games game_seeds make_pool own_rows SHOWN Run make_eval_pool NOT_KEPT EXAMPLES "
-        "make_parser parse_args parse_with_run LENGTHS main"
+        "Games game_seeds make_pool own_rows SHOWN Run NEWEST_ENTRY make_eval_pool evaluate_run "
+        "NOT_KEPT EXAMPLES make_parser parse_args parse_with_run LENGTHS main"
     ).split(),
 }
 # What both siblings have as one text: the lesson without memory, masks and parameter groups.

@@ -197,6 +197,14 @@ def test_run_goes_on_after_failed_steps(tmp_path, monkeypatch, capsys, schedule)
     )
     assert run.counters["failures"] == 3
 
+    # An evaluation tells of them, too.
+    (tmp_path / "others").mkdir()
+    monkeypatch.setenv("FLAKY", f"raise:1:{tmp_path}/others")
+    capsys.readouterr()
+    words = ["--eval", str(run_dir), "--eval-level", "2", "--num-workers", "0"]
+    assert run_main(ppo_multilevel, monkeypatch, *words) == 0
+    assert len(re.findall(r"level 2 \(seed .*\) failed", capsys.readouterr().err)) == 1
+
 
 @pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=NAMES, indirect=True)
 def test_output_that_nobody_reads_any_more(script, tmp_path, capsys, monkeypatch):

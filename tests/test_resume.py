@@ -147,7 +147,7 @@ def test_resumed_run_is_the_same_run(case, tmp_path, capsys, monkeypatch):
     saved = [script.Checkpoint(run.run_dir).read() for run in (whole, resumed)]
     for state in saved:
         state.pop("starts")  # a resumed run counts one more
-        for name in ("simulated", "level_costs", "corrects_costs"):  # were measured
+        for name in ("simulated_seconds", "level_costs", "corrects_costs"):  # were measured
             state.pop(name, None)
         for name in SECONDS & state["counters"].keys():
             assert state["counters"].pop(name) > 0
@@ -258,7 +258,7 @@ def test_checkpoint_of_an_older_version(script, tmp_path, capsys):
     """Its policy can be evaluated. One line says that the run cannot be resumed."""
     run_dir = small_run(script, tmp_path).run_dir
     state = script.Checkpoint(run_dir).read()
-    del state["starts"]
+    del state[script.NEWEST_ENTRY]
     torch.save(state, run_dir / "checkpoint.pt")
     capsys.readouterr()
     with pytest.raises(SystemExit):

@@ -24,7 +24,6 @@ class Multigrid(ml.Adaptive):
 
     EVALUATIONS = 25
     TOLERANCE = 0.002
-    SAVED = ["level", "refit", "seen"]
 
     def __init__(self, args):
         super().__init__(args)
@@ -58,7 +57,8 @@ class Multigrid(ml.Adaptive):
         ) as pool:
             returns, _ = ml.evaluate(run.model, pool)
             steps = float(pool.arrays["steps"].sum())
-        cost = steps * args.level_costs[self.level] / args.level_costs[-2]
+        costs = ml.costs_of(args)
+        cost = steps * costs.steps[self.level] / costs.unit
         run.counters["sim_cost"] += cost
         run.counters["total_cost"] += cost
         return float(returns.mean())
