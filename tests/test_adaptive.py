@@ -933,6 +933,14 @@ def test_costs_are_those_of_whole_episodes(monkeypatch):
         assert Solver.clock - began < 11 * (4 * 7 + 2 * 5 + 15) + 4 * 50
 
 
+@pytest.mark.parametrize("ranks, workers, expected", [(1, 0, 12.0), (1, 3, 4.0), (2, 3, 2.0)])
+def test_seconds_are_spread_over_the_workers_of_all_ranks(monkeypatch, ranks, workers, expected):
+    """A step costs what it takes divided by how many are taken at the same time."""
+    monkeypatch.setattr(ml, "NUM_RANKS", ranks)
+    pool = types.SimpleNamespace(workers=[None] * workers, arrays={"seconds": np.full(4, 3.0)})
+    assert ml.simulated_seconds(pool) == expected
+
+
 def test_measured_update(monkeypatch):
     """An update costs what all of its epochs do, without what the first one does once."""
     args, limits = ml.parse_args([*MADE, "--num-steps", "4"]), []

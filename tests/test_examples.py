@@ -67,6 +67,13 @@ def test_opm_flow_episode(opm_flow):
     assert oil + water == pytest.approx(1, abs=0.02)  # rock and fluids are hardly compressible
     assert total == pytest.approx(oil - 0.25 * water)
     assert (obs[8:12] > 0).any() and env.folder.exists()
+
+    # Water has taken the place of the oil, from the injectors on the left on.
+    assert opm_flow.FIRST_OIL - env.oil().mean() == pytest.approx(oil, abs=0.02)
+    picture = env.render().astype(float)
+    assert picture.shape == (320, 320, 3)
+    blueness = (picture[..., 2] - picture[..., 0]).mean(axis=0)  # of each column
+    assert blueness[:32].mean() > blueness[-32:].mean() + 20
     env.close()
     assert not env.folder.exists()
 

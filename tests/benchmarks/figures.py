@@ -182,10 +182,52 @@ def reservoir():
     return figure
 
 
+def opm():
+    """The rock of an evaluation of OPM Flow after an episode: equal rates, a rule, a policy.
+
+    The policy is that of the run runs/opm_flow, which examples/opm_flow.py has the command for.
+    """
+    import ppo_multilevel as ml
+
+    sys.path.insert(0, str(ROOT / "tests" / "examples"))
+    import opm_flow
+
+    args = ml.parse_args(["--eval", str(ROOT / "runs/opm_flow")])
+    model = ml.make_model(args)
+    model.load_state_dict(ml.Checkpoint(args.eval).read()["model"])
+
+    def policy(obs):
+        action, _ = model.policy(torch.as_tensor(obs)[None])
+        return ml.to_env(action.numpy(), env.action_space)[0]
+
+    controls = {"equal rates": opm_flow.equal, "rule against water": opm_flow.against_water}
+    controls["learned policy"] = policy
+    figure, axes = plt.subplots(1, 4, figsize=(13, 3.7))
+    for ax, (name, control) in zip(axes[1:], controls.items()):
+        env = opm_flow.Flow(args.eval_level)
+        obs, _ = env.reset(seed=ml.EVAL_SEED)
+        total, over = 0.0, False
+        while not over:
+            obs, reward, over, *_ = env.step(control(obs))
+            total += reward
+        ax.imshow(env.render())
+        ax.set_title(f"{name}: {total:.3f}")
+        env.close()
+    env = opm_flow.Flow(args.eval_level)
+    env.np_random = np.random.default_rng(ml.EVAL_SEED)
+    axes[0].imshow(np.log(env.draw_permeability()), cmap="viridis")
+    axes[0].set_title("log permeability")
+    for ax in axes:
+        ax.axis("off")
+    return figure
+
+
 def main():
     """Write results/<name>.png."""
     usual, parser = ("adaptive", "ressim", "ppo", "atari", "pictures"), argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*", help=f"{', '.join(usual)} (the default); reservoir")
+    parser.add_argument(
+        "names", nargs="*", help=f"{', '.join(usual)} (the default); reservoir, opm"
+    )
     for name in parser.parse_args().names or usual:
         figure = globals()[name]()
         figure.tight_layout()

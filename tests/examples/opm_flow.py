@@ -59,6 +59,7 @@ DAYS = 100.0  # of a control step
 RATE = PORE_VOLUME / (STEPS * DAYS)  # m³ a day, of all injectors together
 WATER_PRICE = 0.25  # m³ of oil for a m³ of produced water
 
+FIRST_OIL = 0.8  # share of the pores that is oil at first
 PRESSURE = 250.0  # bar, at first
 LOWEST = 50.0  # bar, in a producer
 HIGHEST = 600.0  # bar, in an injector
@@ -224,8 +225,10 @@ class Flow(gym.Env):
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (13,), np.float32)
     action_space = gym.spaces.Box(-1, 1, (8,), np.float32)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 2}
 
-    def __init__(self, level):
+    def __init__(self, level, render_mode=None):
+        self.render_mode = render_mode
         self.n = 10 * 2 ** (level - 1)
         if FINEST % self.n:
             raise ValueError(f"level {level} has {self.n} cells a side, no part of {FINEST}")
@@ -284,6 +287,19 @@ class Flow(gym.Env):
         # The end is terminated, not truncated: nothing is earned after it, and the policy sees
         # the time.
         return obs, reward, self.steps == STEPS, False, {}
+
+    def oil(self):
+        """Return the share of the pores that is oil in each cell, (n, n): axis 0 is y, axis 1 x."""
+        return self.simulator.get_fluidstate_variable("So").reshape(self.n, self.n)
+
+    def render(self):
+        """Return a picture (height, width, 3): oil is brown, the water that replaces it blue."""
+        brown = np.array([84, 52, 30])
+        blue = np.array([44, 123, 214])
+        left = (self.oil() / FIRST_OIL)[:, :, np.newaxis].clip(0, 1)
+        picture = left * brown + (1 - left) * blue
+        zoom = 320 // self.n  # pixels of a cell
+        return picture.astype(np.uint8).repeat(zoom, axis=0).repeat(zoom, axis=1)
 
     def close(self):
         """Remove the folder."""
