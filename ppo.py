@@ -7,13 +7,14 @@
     tensorboard --logdir runs
 
 How to read this file
-    Is reinforcement learning new to you? Read that section of README.md first: it has six terms.
-    The algorithm comes first: `train`, and below it everything that `train` calls, down to the
-    network. Read `train`, `rollout`, `play`, `gae`, `losses`, `update` in this order. The machinery
-    starts at the section "speed": environments, worker processes, run folders, evaluation, the
-    command line. Several processes can train one model together, started by torchrun; they are
-    called ranks. In a single process RANK is 0 and NUM_RANKS is 1. Then `gathered`, `averaged`,
-    `own_rows` and `average_gradients` change nothing, so a first reading can skip them.
+    Is reinforcement learning new to you? Read "New to reinforcement learning" in README.md first:
+    it has six terms. Then skip the options. The algorithm follows: `train`, and below it everything
+    that `train` calls, down to the network. Read `train`, `rollout`, `play`, `gae`, `make_batch`,
+    `losses`, `minibatch_loss`, `update` in this order. The machinery starts at the section "speed":
+    environments, worker processes, run folders, evaluation, the command line.
+    Several processes can train one model together, started by torchrun. They are called ranks. In a
+    single process RANK is 0 and NUM_RANKS is 1. Then `gathered`, `averaged`, `own_rows` and
+    `average_gradients` change nothing, so a first reading can skip them.
 
 The algorithm
     Each iteration plays T steps in N environments with the current policy, which is then called
@@ -24,8 +25,10 @@ The algorithm
     R_t = Â_t + V(s_t)
     r_t(θ) = π_θ(a_t|s_t) / π_old(a_t|s_t)                                        PPO, Sec. 3
     L^CLIP(θ) = E[min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)]                   PPO, Eq. (7)
-    loss = E[−L^CLIP + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]              PPO, Eq. (9)
+    loss = −L^CLIP(θ) + E[c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]           PPO, Eq. (9)
            + β E[KL(π_old(·|s_t), π_θ(·|s_t))], only with --kl-coef               PPO, Eq. (8)
+
+    The section "Notation and shapes" below has every symbol.
 
 The ideas behind it
     V(s) is the value function. It predicts the discounted sum of the rewards that follow state s.
@@ -33,12 +36,13 @@ The ideas behind it
     R_t is what V is fitted to; the code calls it `returns`.
     λ chooses how many rewards Â_t uses before it relies on V. λ = 0 relies on V after one reward:
     low variance, but V's errors enter. λ = 1 uses all rewards up to the end of the episode or of
-    the rollout: noisy, but V's errors enter only where the rollout cuts an episode.
+    the rollout: noisy, but V's errors enter only where a time limit or the rollout's end cuts an
+    episode.
     Environment steps are expensive, so each batch is reused for K epochs; the ratio r_t(θ)
     corrects for the policy having changed since. A ratio far from 1 gives a single row a large
     weight, and Â_t was measured for the old policy. So the ratio is clipped: once an action's
-    probability has changed by a factor beyond 1 ± ε in the direction that Â_t asks for, its
-    gradient is 0. The minimum keeps the gradient that moves it back.
+    probability has changed by a factor beyond 1 ± ε in the direction that Â_t asks for, this row's
+    gradient is 0. The minimum keeps the gradient that moves the probability back.
     At r_t(θ) = 1 the gradient of −r_t(θ) Â_t is that of a cross-entropy loss whose label is the
     action a_t and whose weight is Â_t.
     The entropy H rewards a policy that keeps trying different actions.
@@ -50,6 +54,10 @@ Notation and shapes
     T steps (--num-steps), N environments (--num-envs), K epochs, B minibatches of M rows.
     D observation entries, A action entries, n logits of a discrete policy, F features of the last
     hidden layer, H features of a recurrent policy's memory, S entries of its whole state.
+    `pi` is the tensor that the policy's last layer, `model.head`, makes of an observation: the
+    log-probabilities of the choices, or the mean of a Gaussian. The head draws actions from it, and
+    has their log-probabilities and the entropy.
+    `returns` in a batch are R_t. The return of an episode is the plain sum of its rewards.
     What is stored at index t belongs to the action at step t. `terminated` means that this action
     ended the task. `truncated` means that a time limit cut the episode short, so V(s_{t+1}) stands
     for the rewards that would have followed. done_t is 1 after either.
@@ -100,7 +108,7 @@ from torch import nn
 
 
 def add_ppo_options(parser):
-    """Add the options of PPO that all scripts of the family share, with the defaults of ppo.py."""
+    """Add the options of PPO that all scripts share. `make_parser` may set other defaults."""
     add = parser.add_argument_group("PPO", "Usual ranges stand in brackets.").add_argument
     count = integer(1)
     positive = real(1e-300)
@@ -171,7 +179,11 @@ def add_own_options(parser):
         default=0.0,
         help="β, weight of a KL penalty in the loss (0.01 to 3)",
     )
-    add("--adaptive-lr", type=positive, help="change the rate so that KL stays near this (0.01)")
+    add(
+        "--adaptive-lr",
+        type=positive,
+        help="no annealing: change the rate so that KL stays near this (0.01)",
+    )
     add("--value-learning-rate", type=positive, help="rate of V alone, if not --learning-rate")
     add("--rnn", choices=cells, help="memory in front of the hidden layers; B must divide N")
     add("--rnn-size", type=integer(1, 10_000), default=64, help="H, width of the memory")
@@ -179,11 +191,11 @@ def add_own_options(parser):
 
 # ------------------------------------------------------------------------------------ train
 def train(args):
-    """Train as `args` say. Returns the `Run`. Saves, then raises GameError, when a game fails."""
+    """Train with these options. Returns the `Run`. If a game fails, it saves, raises GameError."""
     torch.set_num_threads(1)  # more threads only slow a small network down
     torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(args.seed)
-    model = make_model(args)
+    model = make_model(args)  # its weights are drawn from torch's global generator
+    generator = torch.Generator().manual_seed(args.seed)  # of noise and minibatches
     optimizer = make_optimizer(model, args)
 
     with Run(args, model, optimizer, generator) as run:
@@ -199,7 +211,7 @@ def train(args):
             batch = make_batch(buffer, model, args)
             row = {"explained_variance": explained_variance(batch)}
             if args.norm_value:
-                normalise_values(model, batch, batch["returns"])
+                normalise_values(model, batch, batch["returns"])  # changes V's last layer, too
 
             # Learn: K epochs of minibatch steps towards the better actions.
             row |= update(model, optimizer, batch, args, generator)
@@ -240,6 +252,10 @@ def scale_learning_rates(optimizer, factor):
 def rollout(model, pool, args, generator):
     """Play T steps in all N environments with the current policy.
 
+    The `pool` has the environments, in this process or in workers. Each of these processes calls
+    `play`, below, with its part of them. `pool.buffer` receives what they record, NumPy arrays
+    (T, N, ...).
+
     Returns the buffer and the list of (return, length) of the episodes that ended. The buffer holds
     tensors (T, N, ...): obs, actions, logprobs, values, next_values, rewards, terminated,
     truncated, next_obs, and `discounted`, the discounted sum of rewards since the episode began.
@@ -251,7 +267,7 @@ def rollout(model, pool, args, generator):
     noise = noise.view(args.num_steps, args.num_envs, -1)
     noise = noise.chunk(NUM_RANKS, dim=1)[RANK]  # (T, N / ranks, ·), this rank's games
     pool.buffer["noise"][:] = noise
-    pool.play(model, args.num_steps)  # every process calls `play`, below
+    pool.play(model, args.num_steps)
 
     names = model.stored + RESULTS
     buffer = {name: torch.tensor(pool.buffer[name]) for name in names}  # copies, (T, N, ...)
@@ -267,16 +283,16 @@ RESULTS = ["next_obs", "rewards", "terminated", "truncated", "discounted"]
 RESULTS += ["ended", "episode_return", "episode_length"]
 
 
-def play(games, num_steps, sample=True, first_episodes=False):
+def play(games, num_steps, sample=True, until_finished=False):
     """Play the games of one process: act, step, record, `num_steps` times.
 
     A game is an environment that starts its next episode by itself. `games.arrays` (N, ...) hold
     what the games show and do now, `games.buffer` (T, N, ...) what is recorded.
 
-    Every step in this script is taken here, but for those that a resumed run replays: in rollouts
-    and evaluations, in workers and in the main process. The policy samples its actions from the
-    buffer's noise, or takes its mode. With `first_episodes` it stops when every game has finished
-    an episode since it was started.
+    Rollouts and evaluations take all their steps here, in workers or in the main process. The only
+    other steps are those that a resumed run replays. The policy samples its actions from the
+    buffer's noise, or takes its mode. With `until_finished` the playing stops when every game has
+    finished an episode since it was started.
     """
     arrays = games.arrays  # what the games show now, (N, ...)
     buffer = games.buffer  # what is recorded, (T, N, ...)
@@ -284,7 +300,7 @@ def play(games, num_steps, sample=True, first_episodes=False):
 
     for t in range(num_steps):
         noise = buffer["noise"][t] if sample else None
-        act(arrays, noise)
+        act(arrays, noise)  # writes the actions into the arrays
         for name in games.model.stored:  # what the policy saw and did
             buffer[name][t] = arrays[name]
 
@@ -292,7 +308,7 @@ def play(games, num_steps, sample=True, first_episodes=False):
         for name in RESULTS:  # what came of it
             buffer[name][t] = arrays[name]
 
-        if first_episodes and arrays["finished"].all():
+        if until_finished and arrays["finished"].all():
             break
 
 
@@ -324,7 +340,8 @@ def add_values(model, buffer, noise):
     after = {"obs": buffer["next_obs"].flatten(0, 1).unsqueeze(0)}
     if model.memory is not None:
         after["state"] = buffer["next_state"].flatten(0, 1).unsqueeze(0)
-    next_values = model(**after)[1].view(values.shape)
+    _, next_values = model(**after)
+    next_values = next_values.view(values.shape)
 
     if model.value_norm is not None:
         values = model.value_norm.restored(values)
@@ -334,7 +351,10 @@ def add_values(model, buffer, noise):
 
 
 def check_actions(expected, actions):
-    """Check that the policy which acted is the one that learns; rounding may change a few."""
+    """Check that the policy which acted is the one that learns.
+
+    Rounding may lead to another choice now and then: in 1 % of the actions, or in two of a few.
+    """
     wrong = ~expected.isclose(actions, rtol=1e-3, atol=1e-3)
     assert wrong.sum() < 3 + wrong.numel() / 99, (
         "The actions differ from head.sample(pi, noise). "
@@ -380,7 +400,9 @@ def make_batch(buffer, model, args):
     """
     rewards = buffer["rewards"]
     if args.norm_reward:
-        # Divide by the σ of all discounted sums Σ_k γ^k r_{t−k} so far (Engstrom et al. 2020).
+        # Divide by the σ of all discounted sums Σ_k γ^k r_{t−k} so far (Engstrom et al. 2020). They
+        # look back, so they are known at step t, and vary about as much as R_t. The mean stays:
+        # without it the sign of a reward would change. A clip to ±10 bounds what is rare.
         model.reward_norm.update(buffer["discounted"].flatten())
         rewards = (rewards / model.reward_norm.std).clamp(-10, 10)
 
@@ -401,7 +423,7 @@ def make_batch(buffer, model, args):
     batch = {name: buffer[name] for name in (*model.inputs, "actions", "logprobs")}
     batch["values"] = values
     batch["advantages"] = advantages
-    # V's target in PPO, Eq. (9): R_t = Â_t + V(s_t), what V expected and how much better it came
+    # V's target in PPO, Eq. (9): R_t = Â_t + V(s_t), V's estimate plus the advantage
     batch["returns"] = advantages + values
     if model.memory is not None:
         return batch
@@ -438,7 +460,8 @@ def losses(model, batch, clip_coef, clip_vloss):
     # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
     v_loss = (values - returns).square()
     if clip_vloss:
-        # Not in the paper: (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², where that is larger.
+        # Not in the paper: (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², where that is larger. So V
+        # gains nothing by moving away from V_old by more than ε in one update.
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, (batch["values"] + change - returns).square())
     v_loss = 0.5 * v_loss
@@ -469,7 +492,8 @@ def minibatch_loss(model, mb, args):
 def policy_change(logratio, clip_coef):
     """Return an estimate of KL(π_old, π) and the share of the ratios beyond 1 ± ε.
 
-    The estimate, E[r − 1 − log r] ≥ 0, is unbiased: http://joschu.net/blog/kl-approx.html
+    The estimate is E[x − 1 − log x] ≥ 0 with the ratios x = r_t(θ). It is unbiased, as E[x] = 1 for
+    actions of π_old: http://joschu.net/blog/kl-approx.html
     """
     ratio = logratio.exp()
     approx_kl = (ratio - 1 - logratio).mean()
@@ -547,15 +571,16 @@ def gradient_step(model, optimizer, loss, max_grad_norm):
 
 
 def adapt_learning_rates(optimizer, kl, target):
-    """Lower the rates if an epoch's KL was over twice the target, raise them below half of it.
+    """Lower the rates if an epoch's KL was over twice the target, raise them if it was below half.
 
-    This is the rule of skrl's KLAdaptiveLR. The rates stay within 1e-6 and 1e-2.
+    This is the rule of skrl's KLAdaptiveLR, which moves rates no further than to 1e-6 and 1e-2.
     """
     for group in optimizer.param_groups:
+        rate = group["lr"]
         if kl > 2 * target:
-            group["lr"] = max(group["lr"] / 1.5, 1e-6)
+            group["lr"] = min(rate, max(rate / 1.5, 1e-6))
         elif kl < target / 2:
-            group["lr"] = min(group["lr"] * 1.5, 1e-2)
+            group["lr"] = max(rate, min(rate * 1.5, 1e-2))
 
 
 def mean_row(rows):
@@ -723,15 +748,14 @@ class Categorical(nn.Module):
         return torch.cat([part.log_softmax(-1) for part in parts], dim=-1)
 
     def noise(self, batch, generator):
-        """Return standard Gumbel noise, (batch, n)."""
-        return (
-            -torch.empty(batch, self.n, dtype=torch.float32).exponential_(generator=generator).log()
-        )
+        """Return standard Gumbel noise, (batch, n): −log of exponential noise."""
+        exponential = torch.empty(batch, self.n, dtype=torch.float32)
+        return -exponential.exponential_(generator=generator).log()
 
     def sample(self, logp, noise=None):
-        """Return actions (M, ...): argmax(log π + Gumbel noise) is a sample of π.
+        """Return actions (M, ...). Without noise they are the mode, the most likely ones.
 
-        Without noise it is the mode, the most likely action.
+        argmax(log π + Gumbel noise) is a sample of π (the Gumbel-max trick).
         """
         scores = logp if noise is None else logp + noise
         parts = scores.split(self.choices, dim=-1)
@@ -886,7 +910,7 @@ class RunningNorm(nn.Module):
         return x.clamp(-self.limit, self.limit).float()
 
     def restored(self, x):
-        """Return μ + σ x, what `forward` would make x of, but for its clipping."""
+        """Return μ + σ x, the inverse of `forward` without its clipping."""
         return self.mean + self.std * x
 
 
@@ -921,7 +945,7 @@ def fast_act(model):
 
     layers = [*model.actor, *model.head.children()]
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    # Weights and biases are views of the model's. σ and the normaliser's numbers are copies, since
+    # Weights and biases are views of the model's. Those of σ are copies. They stay current because
     # `fast_act` is called anew for each rollout.
     weights = [layer.weight.detach().numpy().T for layer in linear]
     biases = [layer.bias.detach().numpy() for layer in linear]
@@ -2043,7 +2067,7 @@ def evaluate(model, pool, generator=None, run=None):
             noise = model.head.noise(EVAL_CHUNK * len(arrays["obs"]), generator)
             pool.buffer["noise"][:] = noise.view(pool.buffer["noise"].shape)
         num_steps = min(EVAL_CHUNK, EVAL_STEPS - done)
-        pool.play(model, num_steps, sample=sample, first_episodes=True)
+        pool.play(model, num_steps, sample=sample, until_finished=True)
         if arrays["finished"].all():
             break
 

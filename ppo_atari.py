@@ -76,7 +76,7 @@ from torch import nn
 
 
 def add_ppo_options(parser):
-    """Add the options of PPO that all scripts of the family share, with the defaults of ppo.py."""
+    """Add the options of PPO that all scripts share. `make_parser` may set other defaults."""
     add = parser.add_argument_group("PPO", "Usual ranges stand in brackets.").add_argument
     count = integer(1)
     positive = real(1e-300)
@@ -128,12 +128,12 @@ def add_own_options(parser):
 
 # ------------------------------------------------------------------------------------ train
 def train(args):
-    """Train as `args` say. Returns the `Run`. Saves, then raises GameError, when a game fails."""
+    """Train with these options. Returns the `Run`. If a game fails, it saves, raises GameError."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a worker that is forked off must not find several threads
     torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(args.seed)
-    model = make_model(args)
+    model = make_model(args)  # its weights are drawn from torch's global generator
+    generator = torch.Generator().manual_seed(args.seed)  # of noise and minibatches
     optimizer = make_optimizer(model, args)
 
     with AtariRun(args, model, optimizer, generator) as run:
@@ -214,12 +214,12 @@ RESULTS = ["next_obs", "rewards", "terminated", "truncated"]
 RESULTS += ["ended", "episode_return", "episode_length"]
 
 
-def play(games, num_steps, sample=True, first_episodes=False):
+def play(games, num_steps, sample=True, until_finished=False):
     """Play the games of one process: act, step, record, `num_steps` times.
 
     Every step in this script is taken here: in rollouts and evaluations, in workers and in the main
     process. The policy samples its actions from the buffer's noise, or takes its mode. With
-    `first_episodes` it stops when every game has ended once since it was started.
+    `until_finished` it stops when every game has ended once since it was started.
     """
     arrays = games.arrays  # what the games show now, (N, ...)
     buffer = games.buffer  # what is recorded, (T, N, ...)
@@ -235,7 +235,7 @@ def play(games, num_steps, sample=True, first_episodes=False):
             for name in RESULTS:  # what came of it
                 buffer[name][t] = arrays[name]
 
-            if first_episodes and arrays["finished"].all():
+            if until_finished and arrays["finished"].all():
                 break
 
 
@@ -302,7 +302,7 @@ def make_batch(buffer, model, args):
     advantages = gae(*columns, args.gamma, args.gae_lambda)
     batch = {name: buffer[name] for name in (*model.inputs, "actions", "logprobs", "values")}
     batch["advantages"] = advantages
-    # V's target in PPO, Eq. (9): R_t = Â_t + V(s_t), what V expected and how much better it came
+    # V's target in PPO, Eq. (9): R_t = Â_t + V(s_t), V's estimate plus the advantage
     batch["returns"] = advantages + buffer["values"]
     return {name: column.flatten(0, 1) for name, column in batch.items()}
 
@@ -337,7 +337,8 @@ def losses(model, batch, clip_coef, clip_vloss):
     # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
     v_loss = (values - returns).square()
     if clip_vloss:
-        # Not in the paper: (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², where that is larger.
+        # Not in the paper: (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², where that is larger. So V
+        # gains nothing by moving away from V_old by more than ε in one update.
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, (batch["values"] + change - returns).square())
     v_loss = 0.5 * v_loss
@@ -364,7 +365,8 @@ def minibatch_loss(model, mb, args, clip_coef):
 def policy_change(logratio, clip_coef):
     """Return an estimate of KL(π_old, π) and the share of the ratios beyond 1 ± ε.
 
-    The estimate, E[r − 1 − log r] ≥ 0, is unbiased: http://joschu.net/blog/kl-approx.html
+    The estimate is E[x − 1 − log x] ≥ 0 with the ratios x = r_t(θ). It is unbiased, as E[x] = 1 for
+    actions of π_old: http://joschu.net/blog/kl-approx.html
     """
     ratio = logratio.exp()
     approx_kl = (ratio - 1 - logratio).mean()
@@ -575,10 +577,9 @@ class Categorical(nn.Module):
         return self.logits(h).log_softmax(-1)
 
     def noise(self, batch, generator):
-        """Return standard Gumbel noise, (batch, n)."""
-        return (
-            -torch.empty(batch, self.n, dtype=torch.float32).exponential_(generator=generator).log()
-        )
+        """Return standard Gumbel noise, (batch, n): −log of exponential noise."""
+        exponential = torch.empty(batch, self.n, dtype=torch.float32)
+        return -exponential.exponential_(generator=generator).log()
 
     def sample(self, logp, noise=None):
         """Return actions (M,): argmax(log π + Gumbel noise) is a sample of π.
@@ -1620,7 +1621,7 @@ def evaluate(model, pool, generator=None, run=None):
             noise = model.head.noise(EVAL_CHUNK * len(arrays["obs"]), generator)
             pool.buffer["noise"][:] = noise.view(pool.buffer["noise"].shape)
         num_steps = min(EVAL_CHUNK, EVAL_STEPS - done)
-        pool.play(model, num_steps, sample=sample, first_episodes=True)
+        pool.play(model, num_steps, sample=sample, until_finished=True)
         if arrays["finished"].all():
             break
 

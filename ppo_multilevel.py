@@ -9,13 +9,16 @@ How to read this file
     This is `ppo.py` for a simulation that exists on L levels (grids, time steps), coarse to fine.
     GAE, the losses, the network and the machinery are those of ppo.py. What is new stands in
     `train`, `rollout`, `update` and in the section "levels". Two schedules choose the levels.
-    Masks and recurrent policies, of which shared functions speak, are only in ppo.py.
+    Masks and recurrent policies, of which shared functions speak, are only in ppo.py. Options that
+    both scripts have may have other defaults here: `make_parser` sets them.
 
 The schedule adaptive, the default
     Each iteration is PPO on one level, the one with the largest trust · ρ² / seconds. ρ is the
     correlation of a level's returns with those of the finest level. Trust says whether training on
-    the level has helped on the finest one lately. For a first reading take `train` and `Adaptive`,
-    and skip partners, weights and coupling, which only the other schedule uses.
+    the level has helped on the finest one lately. Seconds are those of an iteration on the level.
+    For a first reading take `train` and `Adaptive`, and skip partners, weights and coupling, which
+    only the other schedule uses. Without partners all weights are 1, and an update is that of
+    ppo.py. A run on a single level needs no choice. It has the other schedule, and is plain PPO.
 
 The schedule together, the paper's
     In each iteration N actors take many steps, T^1, on the coarsest level and few, T^L, on the
@@ -37,18 +40,22 @@ What a simulation is
     A class or function `make(level, evaluation=False, validation=False)` that returns Gymnasium
     environments. Spaces are the same on all levels, and so is the meaning of rewards: take means
     over cells, not sums. The last two arguments, if the function has them, ask for starts that
-    training never sees. Pairs of levels use two more methods, if they are there: `psi()` returns
-    the observation of the state, and `map_from(other)` takes over another level's state. Without
-    them a common seed starts both. A static method `step_batch(envs, actions)` steps many
-    simulations at once. It returns arrays of observations, rewards, terminated and truncated.
+    training never sees: `evaluation` for those of the results that are reported, `validation` for
+    those of the checks by which the best parameters are chosen.
+    Pairs of levels use two more methods, if they are there: `psi()` returns the observation of the
+    state, and `map_from(other)` takes over another level's state. Without them a common seed starts
+    both. A static method `step_batch(envs, actions)` steps many simulations at once. It returns
+    arrays of observations, rewards, terminated and truncated.
 
 Notation and shapes
     L levels, T^l steps on level l (--num-steps), N actors (--num-envs), B minibatches of M^l rows
     of level l, S rows in all. D observation entries, A action entries, as in ppo.py.
-    In the code `level` is an index from 0; `args.levels[level]` is the simulation's own number.
+    In what learns, `level` is an index from 0, and `args.levels[level]` is the number by which the
+    simulation knows it. Where environments are made (`make_env`, `Game`, `one_level_pool`, --check)
+    `level` is that number itself.
     A game is one simulation. An actor has its own game on each level and, with --schedule
     together, a partner on each level but the first: a game one level below. Own game and partner
-    are the members of a pair; the own one is called fine. OWN and PARTNER are their roles.
+    are a pair, in which the own game is the fine one. OWN and PARTNER are their roles.
 
 Papers, and departures from them
     "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), with the algorithms of A.
@@ -57,8 +64,8 @@ Papers, and departures from them
     of the fine game. By default it is mapped only when an episode starts, and then acts itself,
     with the same noise. PPO's Eq. (9) has no factor ½; this code has it. What Dixit's text prints
     otherwise: Algorithm 3 has L_a without its minus sign and the entropy term as −C_e L_now.
-    Algorithm 4 has N T^l ≤ M^l for ≥. Algorithm 5 has map_from after the fine step, and assigns ã
-    twice.
+    Algorithm 4 prints N T^l ≤ M^l where ≥ is meant. Algorithm 5 has map_from after the fine step,
+    and assigns ã twice.
 """
 
 import argparse
@@ -108,7 +115,7 @@ from torch import nn
 
 
 def add_ppo_options(parser):
-    """Add the options of PPO that all scripts of the family share, with the defaults of ppo.py."""
+    """Add the options of PPO that all scripts share. `make_parser` may set other defaults."""
     add = parser.add_argument_group("PPO", "Usual ranges stand in brackets.").add_argument
     count = integer(1)
     positive = real(1e-300)
@@ -257,15 +264,15 @@ def add_own_options(parser):
 
 # ------------------------------------------------------------------------------------ train
 def train(args, rule=None):
-    """Train as `args` say. Returns the `Run`.
+    """Train with these options. Returns the `Run`.
 
     The `rule` chooses each iteration's levels, see `Adaptive`. Saves, then raises GameError, when a
     game fails.
     """
     torch.set_num_threads(1)  # more threads only slow a small network down
     torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(args.seed)
-    model = make_model(args)
+    model = make_model(args)  # its weights are drawn from torch's global generator
+    generator = torch.Generator().manual_seed(args.seed)  # of noise and minibatches
     optimizer = make_optimizer(model, args)
     rule = rule or make_rule(args)
 
@@ -275,7 +282,8 @@ def train(args, rule=None):
             scale_learning_rates(optimizer, remaining)
             plan = rule.plan()  # the levels of this iteration: one if adaptive, all if together
 
-            # Sample: T^l steps on each of these levels; together, above the coarsest, in pairs.
+            # Sample: T^l steps on each of these levels. With --schedule together actors above the
+            # coarsest level play in pairs.
             own = []  # each level's own batch
             partners = []  # the batch of each level's partners, for all levels but the first
             episodes = {}
@@ -288,7 +296,7 @@ def train(args, rule=None):
 
             # Judge: was an action better than the value function expected?
             batch = joined(own, partners)
-            row = {"explained_variance": explained_variance(own[0])}
+            row = {"explained_variance": explained_variance(own[0])}  # on the coarsest level
             row["learning_rate"] = optimizer.param_groups[0]["lr"]
             if args.norm_value:
                 normalise_values(model, batch, own[0]["returns"])
@@ -298,11 +306,12 @@ def train(args, rule=None):
             # Learn: K epochs of minibatch steps down the telescoping sum of the levels' losses.
             row |= update(model, optimizer, batch, plan, args, generator)
 
-            # Normalise by what was seen, but only now: the update needs the policy that sampled.
+            # Only now update the mean and σ of observations. They are part of the policy, so
+            # before the update they would make r_t(θ) ≠ 1 at its start.
             if args.norm_obs:
                 model.obs_norm.update(torch.cat([rows["obs"] for rows in own]))
 
-            # Charge the iteration. The rule may then check the policy, and choose another level.
+            # Count what it cost. The rule may then check the policy, and choose another level.
             run.charge(run.pool)
             run.charge_update(len(batch["obs"]))
             row |= rule.review(run, own, partners, episodes)
@@ -323,9 +332,9 @@ def scale_learning_rates(optimizer, factor):
 
 
 # ------------------------------------------------------------------------------------ rollout
-# The roles of an actor on a level: it has an own simulation of the level, and together a partner
-# one level below. Arrays of games are (2, L, N, ...) and a recorded rollout is (2, T, N, ...), by
-# role first.
+# The roles of an actor on a level: it has its own simulation of the level and, with --schedule
+# together, a partner one level below. The role is the first axis: arrays of games are
+# (2, L, N, ...), and a recorded rollout is (2, T, N, ...).
 OWN = 0
 PARTNER = 1
 
@@ -350,12 +359,13 @@ def rollout(model, pool, level, num_steps, args, generator):
     roles = [OWN, PARTNER] if coupling else [OWN]
     for role in roles:
         buffer = recorded(model, pool, role, num_steps)
-        check_finite(buffer, f"level {args.levels[level - role]}, actor")
+        simulated = level - 1 if role == PARTNER else level
+        check_finite(buffer, f"level {args.levels[simulated]}, actor")
         buffer = {name: column.to(model.device) for name, column in buffer.items()}
         # With --coupling step a partner's actions are not those of the noise.
-        led = role == PARTNER and coupling == "step"
-        own_noise = None if led else noise.to(model.device)
-        add_values(model, buffer, own_noise)
+        copies_actions = role == PARTNER and coupling == "step"
+        noise_of_actions = None if copies_actions else noise.to(model.device)
+        add_values(model, buffer, noise_of_actions)
         buffers.append(gathered(buffer))
     return buffers, finished_episodes(buffers[OWN])
 
@@ -371,17 +381,17 @@ def recorded(model, pool, role, num_steps):
     return {name: torch.tensor(pool.buffer[name][role, :num_steps]) for name in names}
 
 
-def play(games, num_steps, level=0, coupling=None, sample=True, first_episodes=False):
+def play(games, num_steps, level=0, coupling=None, sample=True, until_finished=False):
     """Play the games of one process on a level: act, step, record, `num_steps` times.
 
-    Every step in this script is taken here, but for those that a resumed run replays: in rollouts,
-    checks, evaluations and analyses, in workers and in the main process. The policy samples its
-    actions from the buffer's noise, or takes its mode. With `first_episodes` it stops when every
-    game has finished an episode since it was started.
+    Rollouts, checks, evaluations and analyses take all their steps here, in workers or in the main
+    process. The only other steps are those that a resumed run replays. The policy samples its
+    actions from the buffer's noise, or takes its mode. With `until_finished` the playing stops when
+    every game has finished an episode since it was started.
 
     `coupling` says what partners do. None: they do not play. "noise": they act themselves, with the
-    same noise, and follow when a fine episode ends. "step": they take the fine member's actions,
-    and follow in each step.
+    same noise, and take over the fine game's state when its episode ends (`Games.follow`). "step":
+    they take the fine game's actions, and its state in each step.
     """
     own = view(games.arrays, OWN, level)  # what the games show now, (N, ...)
     partner = view(games.arrays, PARTNER, level)
@@ -401,7 +411,7 @@ def play(games, num_steps, level=0, coupling=None, sample=True, first_episodes=F
         for name in RESULTS:  # what came of it
             games.buffer[name][:, t] = games.arrays[name][:, level]
 
-        if first_episodes and own["finished"].all():
+        if until_finished and own["finished"].all():
             break
 
 
@@ -436,7 +446,7 @@ def add_values(model, buffer, noise=None):
     buffer["logprobs"] = model.head.log_prob(pi, buffer["actions"])
 
     # V(s_{t+1}) is of the state that the step led to, not of the next episode's first state.
-    next_values = model(buffer["next_obs"])[1]
+    _, next_values = model(buffer["next_obs"])
     if model.value_norm is not None:
         values = model.value_norm.restored(values)
         next_values = model.value_norm.restored(next_values)
@@ -445,7 +455,10 @@ def add_values(model, buffer, noise=None):
 
 
 def check_actions(expected, actions):
-    """Check that the policy which acted is the one that learns; rounding may change a few."""
+    """Check that the policy which acted is the one that learns.
+
+    Rounding may lead to another choice now and then: in 1 % of the actions, or in two of a few.
+    """
     wrong = ~expected.isclose(actions, rtol=1e-3, atol=1e-3)
     assert wrong.sum() < 3 + wrong.numel() / 99, (
         "The actions differ from head.sample(pi, noise). "
@@ -491,7 +504,7 @@ def make_batch(buffer, model, args):
     advantages = gae(*columns, args.gamma, args.gae_lambda)
     batch = {name: buffer[name] for name in (*model.inputs, "actions", "logprobs", "values")}
     batch["advantages"] = advantages
-    # V's target in PPO, Eq. (9): R_t = Â_t + V(s_t), what V expected and how much better it came
+    # V's target in PPO, Eq. (9): R_t = Â_t + V(s_t), V's estimate plus the advantage
     batch["returns"] = advantages + buffer["values"]
     return {name: column.flatten(0, 1) for name, column in batch.items()}
 
@@ -537,7 +550,8 @@ def losses(model, batch, clip_coef, clip_vloss):
     # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
     v_loss = (values - returns).square()
     if clip_vloss:
-        # Not in the paper: (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², where that is larger.
+        # Not in the paper: (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², where that is larger. So V
+        # gains nothing by moving away from V_old by more than ε in one update.
         change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, (batch["values"] + change - returns).square())
     v_loss = 0.5 * v_loss
@@ -548,9 +562,11 @@ def losses(model, batch, clip_coef, clip_vloss):
 def minibatch_loss(model, mb, args):
     """Return the loss of a minibatch, and a dict of the numbers to log, all scalar tensors.
 
-    literal: a partner's policy loss is +min(r Ã, clip(r) Ã), which goes to −∞ with r if Ã < 0.
-    bounded: it is PPO's loss for the signed advantage, −min(−r Ã, −clip(r) Ã), with the same
-    gradient at π_old. V is fitted to own rows only, since −(V − R)² has no minimum.
+    Without partners all weights are 1, and this is plain PPO.
+    --correction literal is the paper's: a partner's policy loss is +min(r Ã, clip(r) Ã), with the
+    ratio r = r_t(θ). It goes to −∞ with r if Ã < 0. --correction bounded takes the signed advantage
+    into the minimum, −min(−r Ã, −clip(r) Ã). This is bounded, and has the same gradient at π_old. V
+    is then fitted to own rows only, since −(V − R)² has no minimum.
     """
     weights = mb["weights"]
     policy_weights = weights
@@ -577,7 +593,8 @@ def minibatch_loss(model, mb, args):
 def policy_change(logratio, clip_coef):
     """Return an estimate of KL(π_old, π) and the share of the ratios beyond 1 ± ε.
 
-    The estimate, E[r − 1 − log r] ≥ 0, is unbiased: http://joschu.net/blog/kl-approx.html
+    The estimate is E[x − 1 − log x] ≥ 0 with the ratios x = r_t(θ). It is unbiased, as E[x] = 1 for
+    actions of π_old: http://joschu.net/blog/kl-approx.html
     """
     ratio = logratio.exp()
     approx_kl = (ratio - 1 - logratio).mean()
@@ -735,10 +752,9 @@ class Together:
         pairs = len(args.levels) - 1
         control = 1.0 if args.control == "auto" else args.control
         self.controls = [control for _ in range(pairs)]
-        # Running means of each level's Var(Â), Cov(Â, Ã), Var(Ã). This is a guess, which the first
-        # iteration replaces; later ones move it by a tenth.
-        moments = [[1.0, 0.0, 0.0]] + [[1.0, 0.9, 1.0] for _ in range(pairs)]
-        self.moments = torch.tensor(moments, dtype=torch.float32)
+        # Running means of each pair's Cov(Â, Ã) and Var(Ã). This is a guess, which the first
+        # iteration replaces. Later ones move the means by a tenth.
+        self.moments = torch.tensor([[0.9, 1.0] for _ in range(pairs)], dtype=torch.float32)
         self.rate = 1.0
 
     def begin(self, run):
@@ -758,22 +774,28 @@ class Together:
         """
         own = [batch["advantages"].cpu() for batch in own]
         partners = [batch["advantages"].cpu() for batch in partners]
-        rows = [torch.tensor([own[0].var(), 0.0, 0.0], dtype=torch.float32)]
-        for fine, partner in zip(own[1:], partners):
-            covariances = torch.cov(torch.stack([fine, partner]))
-            rows.append(torch.stack([covariances[0, 0], covariances[0, 1], covariances[1, 1]]))
-        rows = torch.stack(rows).float()
-        self.moments = self.moments.lerp(rows, self.rate).where(rows.isfinite(), self.moments)
-        self.rate = 0.1
-
-        if self.args.control == "auto":
-            betas = self.moments[1:, 1] / self.moments[1:, 2]
+        if partners:
+            self.move_moments(own, partners)
+        if partners and self.args.control == "auto":
+            covariance, variance = self.moments.unbind(dim=1)
+            betas = covariance / variance
             self.controls = betas.nan_to_num().clamp(0, 1).tolist()
 
         logged = {}
         for name, fine, partner in zip(self.args.levels[1:], own[1:], partners):
             logged[f"levels/variance_ratio_{name}"] = float((fine - partner).var() / own[0].var())
         return logged
+
+    def move_moments(self, own, partners):
+        """Move the running means towards the moments of these advantages, where they are finite."""
+        moments = []
+        for fine, partner in zip(own[1:], partners):
+            covariances = torch.cov(torch.stack([fine, partner]))  # (2, 2)
+            moments.append(covariances[1])
+        moments = torch.stack(moments)
+        moved = torch.lerp(self.moments, moments, self.rate)
+        self.moments = torch.where(moments.isfinite(), moved, self.moments)
+        self.rate = 0.1
 
     def state(self):
         """Return what a checkpoint keeps."""
@@ -800,8 +822,12 @@ class Adaptive:
     finest level with the policy's mode, always from the same starts. If the best check has risen by
     more than its noise, the level's trust becomes 1. That of all others doubles, up to 1: the
     policy has changed, so what they failed at is past. Without a gain the level's trust is halved.
-    If the latest check is below the best one, training goes back to the best parameters then,
-    unless progress may be hidden. The best parameters by the checks are the run's result.
+    If, besides, the latest check is below the best one, training goes back to the best parameters,
+    unless the level's own returns still rise (`progress_is_hidden`). The best parameters by the
+    checks are the run's result.
+
+    Every check has the same starts, so two checks are compared start by start. (The command --check
+    is another thing: it inspects a simulation.)
 
     All times here are those of the run's clock: steps and updates at --level-costs, no wall time.
     """
@@ -809,7 +835,7 @@ class Adaptive:
     WINDOW_ITERATIONS = 8  # a window has at least this many iterations
     WINDOW_CHECKS = 5  # it takes at least as long as this many checks
     WINDOW_SHARE = 0.15  # it takes at least this share of the time so far
-    CHECK_AFTER = 6  # a check is due after training as long as so many checks, or at a window's end
+    CHECK_AFTER = 6  # a check is due once training has taken as long as so many checks
     ERRORS = 1.0  # a gain is more than so many standard errors of the difference of checks
     MEASURE_SHARE = 0.05  # measurements of ρ may take this share of the time
     LEAST_RHO = 0.03  # a smaller ρ, or one below 0, counts as this
@@ -891,7 +917,7 @@ class Adaptive:
 
     def judge(self, run):
         """Trust the level by what the window has gained on the finest level."""
-        gains = self.best_returns - self.returns_before
+        gains = self.best_returns - self.returns_before  # start by start
         error = gains.std() / len(gains) ** 0.5
         if gains.mean() > self.ERRORS * error:
             self.trust = [min(1.0, 2 * trust) for trust in self.trust]
@@ -904,7 +930,9 @@ class Adaptive:
             self.go_back(run)
 
     def progress_is_hidden(self):
-        """Whether the level's own return rises, where this is good for the finest level as well.
+        """Whether returns on this level still rise in training, though checks do not.
+
+        That counts only where it is good for the finest level as well: where ρ is high.
 
         The return of the policy's mode can stand still, or fall, while that of its samples rises.
         The slope of a least-squares line through the window's own returns must be over two errors.
@@ -930,11 +958,11 @@ class Adaptive:
         if self.measurement_is_due(run):
             self.measure(run)
 
-        best = None
+        best_worth = 0.0
         for level, (trust, rho) in enumerate(zip(self.trust, self.rho)):
             worth = trust * rho**2 / iteration_seconds(self.args, level)
-            if best is None or worth >= best:  # the finest of equals wins
-                best = worth
+            if worth >= best_worth:  # the finest of equals wins
+                best_worth = worth
                 chosen = level
         if chosen != self.level:
             self.tell(run, chosen)
@@ -1000,6 +1028,7 @@ class Adaptive:
         returns, starts, problem = play_alike(
             run.model, run.pool, self.args, self.measurements, run
         )
+        # The games of training start anew, from other seeds than those of the measurement.
         run.pool.call("start", None, game_seeds(self.args, MEASURE_SEED, self.measurements, 1))
         self.measured_at = run.seconds()
         rho = correlations(returns, starts)
@@ -1090,7 +1119,7 @@ def play_round(model, pool, args, seeds, generator):
         num_steps = min(chunk, EVAL_STEPS - done)
         for level in range(L):
             if not finished[level].all():
-                pool.play(model, num_steps, level=level, first_episodes=True)
+                pool.play(model, num_steps, level=level, until_finished=True)
         if finished.all():
             break
     returns = first_returns(pool.arrays)[OWN]
@@ -1184,9 +1213,9 @@ def refit_values(model, batch):
     """Fit the value function's last layer to a batch's returns and take advantages from it.
 
     After a change of level V is wrong, and its errors would reach the policy as advantages. The fit
-    is in closed form, to R_t as recorded, and Â_t becomes R_t − V(s_t). It is a ridge regression,
-    which keeps the weights small. With large ones V's gradient would dominate the layers that V
-    shares with the policy.
+    is in closed form, to R_t as recorded: many rewards, and V only at their end, so that R_t is
+    less wrong than V. Â_t becomes R_t − V(s_t). It is a ridge regression, which keeps the weights
+    small. With large ones V's gradient would dominate the layers that V shares with the policy.
     """
     features = model.critic(model.obs_norm(batch["obs"]))
     features = nn.functional.pad(features, (0, 1), value=1.0).cpu().double()  # (M, F + 1)
@@ -1332,15 +1361,14 @@ class Categorical(nn.Module):
         return torch.cat([part.log_softmax(-1) for part in parts], dim=-1)
 
     def noise(self, batch, generator):
-        """Return standard Gumbel noise, (batch, n)."""
-        return (
-            -torch.empty(batch, self.n, dtype=torch.float32).exponential_(generator=generator).log()
-        )
+        """Return standard Gumbel noise, (batch, n): −log of exponential noise."""
+        exponential = torch.empty(batch, self.n, dtype=torch.float32)
+        return -exponential.exponential_(generator=generator).log()
 
     def sample(self, logp, noise=None):
-        """Return actions (M, ...): argmax(log π + Gumbel noise) is a sample of π.
+        """Return actions (M, ...). Without noise they are the mode, the most likely ones.
 
-        Without noise it is the mode, the most likely action.
+        argmax(log π + Gumbel noise) is a sample of π (the Gumbel-max trick).
         """
         scores = logp if noise is None else logp + noise
         parts = scores.split(self.choices, dim=-1)
@@ -1448,7 +1476,7 @@ class RunningNorm(nn.Module):
         return x.clamp(-self.limit, self.limit).float()
 
     def restored(self, x):
-        """Return μ + σ x, what `forward` would make x of, but for its clipping."""
+        """Return μ + σ x, the inverse of `forward` without its clipping."""
         return self.mean + self.std * x
 
 
@@ -1483,7 +1511,7 @@ def fast_act(model):
 
     layers = [*model.actor, *model.head.children()]
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    # Weights and biases are views of the model's. σ and the normaliser's numbers are copies, since
+    # Weights and biases are views of the model's. Those of σ are copies. They stay current because
     # `fast_act` is called anew for each rollout.
     weights = [layer.weight.detach().numpy().T for layer in linear]
     biases = [layer.bias.detach().numpy() for layer in linear]
@@ -1883,8 +1911,8 @@ class Games:
     """The actors of one process, those in `rows` of all N, and the model that plays them.
 
     `own[l]` are the games of level index l, one for each actor. `partners[l]` are their partners,
-    games one level below; they are there together only, for l > 0. All games of an actor live in
-    one process, for map_from.
+    games one level below. There are some for l > 0 with --schedule together. All games of an actor
+    live in one process, for map_from.
     """
 
     def __init__(self, args, model, levels, seeds, rows, arrays, buffer, **options):
@@ -2046,7 +2074,6 @@ class Games:
         self.step_games(self.own[level], view(self.arrays, OWN, level))
         if coupling is not None:
             self.step_games(self.partners[level], view(self.arrays, PARTNER, level))
-        if coupling in ("noise", "step"):
             self.follow_all(level, in_each_step=coupling == "step")
         self.busy = None
         # What this process has spent on the level stands in the entry of its first actor.
@@ -2201,7 +2228,7 @@ def step_seconds(model, pool, level, generator):
     chunk = len(pool.buffer["noise"])
     for _ in range(0, EVAL_STEPS, chunk):
         draw_noise(model, pool, generator)
-        pool.play(model, chunk, level=level, first_episodes=True)
+        pool.play(model, chunk, level=level, until_finished=True)
         if pool.arrays["finished"][OWN, level].all():
             break
     return simulated_seconds(pool) / float(pool.arrays["steps"].sum())
@@ -2605,8 +2632,10 @@ class Run(AbstractContextManager):
         self.saved = None  # the iteration of the last checkpoint
         self.began = None  # when the current iteration began
         self.corrects_costs = False  # whether they were measured, for --schedule adaptive
-        self.simulated_seconds = np.zeros(len(args.levels))  # on each level so far, and by one
-        self.simulated_steps = np.zeros(len(args.levels))  # rank; a partner counts below its level
+        # What this rank's games have simulated so far, by level. A partner simulates one level
+        # below, but its seconds count with those of its pair.
+        self.simulated_seconds = np.zeros(len(args.levels))
+        self.simulated_steps = np.zeros(len(args.levels))
         self.baseline_return = None  # the mean return of --baseline
         self.pools = []  # all pools that are open
         self.logger = Logger(self.run_dir, args)
@@ -3168,7 +3197,7 @@ def evaluate(model, pool, generator=None, run=None):
             noise = model.head.noise(EVAL_CHUNK * len(arrays["obs"]), generator)
             pool.buffer["noise"][:] = noise.view(pool.buffer["noise"].shape)
         num_steps = min(EVAL_CHUNK, EVAL_STEPS - done)
-        pool.play(model, num_steps, sample=sample, first_episodes=True)
+        pool.play(model, num_steps, sample=sample, until_finished=True)
         if arrays["finished"].all():
             break
 
