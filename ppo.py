@@ -199,6 +199,7 @@ def train(args):
     optimizer = make_optimizer(model, args)
 
     with Run(args, model, optimizer, generator) as run:
+        run.begin()
         while run.goes_on():
             if not args.adaptive_lr:
                 remaining = 1 - run.share_done() if args.anneal_lr else 1
@@ -278,7 +279,8 @@ def rollout(model, pool, args, generator):
     return buffer, finished_episodes(buffer)
 
 
-# What a step leads to, as the games write it and the buffer keeps it.
+# What a step leads to, as the games write it and the buffer keeps it. To record another number,
+# name it here, give its type in `make_pool`, and write it in `Game`.
 RESULTS = ["next_obs", "rewards", "terminated", "truncated", "discounted"]
 RESULTS += ["ended", "episode_return", "episode_length"]
 
@@ -633,6 +635,8 @@ class Model(nn.Module):
         self.critic = self.actor if args.shared_net else hidden_layers(width, args)
         self.head = make_head(action_space, args)
         self.value = layer_init(nn.Linear(args.hidden[-1], 1), gain=1.0)
+        if args.norm_value:  # V = 0 at first, so that the first σ is that of the rewards' sums
+            nn.init.zeros_(self.value.weight)
         self.memory = Memory(obs_dim, args) if args.rnn else None
 
     @property
@@ -713,7 +717,10 @@ def layer_init(layer, gain=2**0.5):
 
 
 def make_head(action_space, args):
-    """Return the policy's last layer for an action space."""
+    """Return the policy's last layer for an action space.
+
+    A head draws an action from `head.n` random numbers, which `head.noise` draws beforehand.
+    """
     choices = num_choices(action_space)
     if choices:
         return Categorical(args.hidden[-1], choices, action_space.shape)
@@ -877,7 +884,7 @@ class Memory(nn.Module):
 class RunningNorm(nn.Module):
     """(x − μ) / σ with the mean and standard deviation of all rows seen; saved with the model.
 
-    An entry that varies by no more than rounding has σ = 1, so that it is only shifted.
+    An entry that varies by no more than the rounding of its mean has σ = 1: it is only shifted.
     """
 
     def __init__(self, shape=(), limit=math.inf):
@@ -889,7 +896,7 @@ class RunningNorm(nn.Module):
 
     @property
     def std(self):
-        """σ, or 1 if the rows were all the same."""
+        """σ, or 1 if the rows were all the same but for rounding."""
         std = self.var.sqrt()
         rounding = torch.finfo(std.dtype).eps * self.mean.abs()
         return torch.where(std > 10 * rounding, std, 1.0)
@@ -1209,7 +1216,7 @@ class Game:
         self.seed = state["seed"]
         self.random_state = state["random_state"]
         self.actions = state["actions"]
-        self.episode = state.get("episode", 1)  # an older run has none
+        self.episode = state["episode"]
 
     def replay(self, obs, state):
         """Play an episode's actions again, after reset(seed). Returns the last observation."""
@@ -1640,8 +1647,9 @@ def gathered_objects(value):
 
 
 def averaged(tensor):
-    """Return the mean of the ranks' tensors, which replaces this one."""
+    """Return the mean of the ranks' tensors."""
     if NUM_RANKS > 1:
+        tensor = tensor.clone()  # `all_reduce` writes into it
         dist.all_reduce(tensor)
         tensor /= NUM_RANKS
     return tensor
@@ -1659,7 +1667,8 @@ def average_gradients(model):
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0}
 CHARTS = ["episodic_return", "episodic_length", "eval_return", "eval_cut", "learning_rate"]
 LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"]
-# The names that TensorBoard shows, as CleanRL has them. Any other number is shown by its own name.
+# TensorBoard shows these under the names that CleanRL has. Any other number has its own name. Ours
+# are means: of an iteration's minibatches, of the last 100 episodes. So curves may differ in level.
 TAGS = {"sps": "charts/SPS"}
 TAGS |= {name: f"charts/{name}" for name in CHARTS}
 TAGS |= {name: f"losses/{name}" for name in LOSSES}
@@ -1754,23 +1763,20 @@ class Run(AbstractContextManager):
             report("stopped at once; iterations since the last checkpoint may be lost")
             raise KeyboardInterrupt
 
-    def goes_on(self):
-        """Return whether another iteration begins now. At the run's start, start the games."""
-        if self.began is None:
-            self.start_games()
-            for row in self.logger.take_unfinished():
-                self.log(row)
+    def begin(self):
+        """Start the games, and log an evaluation before the first iteration."""
+        self.start_games()
+        for row in self.logger.take_unfinished():
+            self.log(row)
         if self.args.eval_every and not self.history and not self.signal:
             self.log(dict(self.counters))
 
+    def goes_on(self):
+        """Whether another iteration is due: the run is not complete, and no rank shall stop."""
         self.began = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # a signal that any rank has received
         self.signal = agreed or self.signal
-        if self.share_done() < 1 and not agreed:
-            return True
-        if self.saved != self.iteration:
-            self.save()
-        return False
+        return self.share_done() < 1 and not agreed
 
     def end_iteration(self, row, episodes, **counts):
         """Add up the `counts`, log the row and the episodes' (return, length), save at times."""
@@ -1855,7 +1861,7 @@ class Run(AbstractContextManager):
         return gathered_objects((self.pool.arrays, states))
 
     def __exit__(self, kind, _, trace):
-        """Close everything. First save if `train` ended by a break or a failure that allows it."""
+        """Close everything. First save if `train` is done, or if its failure allows it."""
         with self.stack:
             # After a second Ctrl-C the state is whole if games were at work: no update had begun.
             pools = [pool for pool in (self.pool, self.eval_pool) if pool]
@@ -2339,9 +2345,9 @@ def check_device(args):
     """Raise torch's own error if the device is not there; give each rank its GPU."""
     if args.device == "auto":
         return
-    torch.zeros(1, device=args.device).item()
     if args.device == "cuda" and NUM_RANKS > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.zeros(1, device=args.device).item()
 
 
 def check_run_name(parser, args):

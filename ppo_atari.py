@@ -140,6 +140,7 @@ def train(args):
         torch.set_num_threads(num_threads)
         if RANK == 0 and not args.quiet:
             print(settings(args, model), flush=True)
+        run.begin()
         while run.goes_on():
             remaining = 1 - run.share_done()
             if args.anneal_lr:
@@ -209,7 +210,8 @@ def rollout(model, pool, args, generator):
     return buffer, finished_episodes(buffer)
 
 
-# What a step leads to, as the games write it and the buffer keeps it.
+# What a step leads to, as the games write it and the buffer keeps it. To record another number,
+# name it here, give its type in `make_pool`, and write it in `Game`.
 RESULTS = ["next_obs", "rewards", "terminated", "truncated"]
 RESULTS += ["ended", "episode_return", "episode_length"]
 
@@ -1182,8 +1184,9 @@ def gathered_objects(value):
 
 
 def averaged(tensor):
-    """Return the mean of the ranks' tensors, which replaces this one."""
+    """Return the mean of the ranks' tensors."""
     if NUM_RANKS > 1:
+        tensor = tensor.clone()  # `all_reduce` writes into it
         dist.all_reduce(tensor)
         tensor /= NUM_RANKS
     return tensor
@@ -1201,7 +1204,8 @@ def average_gradients(model):
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0}
 CHARTS = ["episodic_return", "episodic_length", "eval_return", "eval_cut", "learning_rate"]
 LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"]
-# The names that TensorBoard shows, as CleanRL has them. Any other number is shown by its own name.
+# TensorBoard shows these under the names that CleanRL has. Any other number has its own name. Ours
+# are means: of an iteration's minibatches, of the last 100 episodes. So curves may differ in level.
 TAGS = {"sps": "charts/SPS"}
 TAGS |= {name: f"charts/{name}" for name in CHARTS}
 TAGS |= {name: f"losses/{name}" for name in LOSSES}
@@ -1296,23 +1300,20 @@ class Run(AbstractContextManager):
             report("stopped at once; iterations since the last checkpoint may be lost")
             raise KeyboardInterrupt
 
-    def goes_on(self):
-        """Return whether another iteration begins now. At the run's start, start the games."""
-        if self.began is None:
-            self.start_games()
-            for row in self.logger.take_unfinished():
-                self.log(row)
+    def begin(self):
+        """Start the games, and log an evaluation before the first iteration."""
+        self.start_games()
+        for row in self.logger.take_unfinished():
+            self.log(row)
         if self.args.eval_every and not self.history and not self.signal:
             self.log(dict(self.counters))
 
+    def goes_on(self):
+        """Whether another iteration is due: the run is not complete, and no rank shall stop."""
         self.began = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # a signal that any rank has received
         self.signal = agreed or self.signal
-        if self.share_done() < 1 and not agreed:
-            return True
-        if self.saved != self.iteration:
-            self.save()
-        return False
+        return self.share_done() < 1 and not agreed
 
     def end_iteration(self, row, episodes, **counts):
         """Add up the `counts`, log the row and the episodes' (return, length), save at times."""
@@ -1397,7 +1398,7 @@ class Run(AbstractContextManager):
         return gathered_objects((self.pool.arrays, states))
 
     def __exit__(self, kind, _, trace):
-        """Close everything. First save if `train` ended by a break or a failure that allows it."""
+        """Close everything. First save if `train` is done, or if its failure allows it."""
         with self.stack:
             # After a second Ctrl-C the state is whole if games were at work: no update had begun.
             pools = [pool for pool in (self.pool, self.eval_pool) if pool]
@@ -1893,9 +1894,9 @@ def check_device(args):
     """Raise torch's own error if the device is not there; give each rank its GPU."""
     if args.device == "auto":
         return
-    torch.zeros(1, device=args.device).item()
     if args.device == "cuda" and NUM_RANKS > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.zeros(1, device=args.device).item()
 
 
 def check_run_name(parser, args):

@@ -15,7 +15,8 @@ How to read this file
 The schedule adaptive, the default
     Each iteration is PPO on one level, the one with the largest trust · ρ² / seconds. ρ is the
     correlation of a level's returns with those of the finest level. Trust says whether training on
-    the level has helped on the finest one lately. Seconds are those of an iteration on the level.
+    the level has helped on the finest one lately. Seconds are those of a row: a step on the level,
+    and its share of an update.
     For a first reading take `train` and `Adaptive`, and skip partners, weights and coupling, which
     only the other schedule uses. Without partners all weights are 1, and an update is that of
     ppo.py. A run on a single level needs no choice. It has the other schedule, and is plain PPO.
@@ -277,6 +278,7 @@ def train(args, rule=None):
     rule = rule or make_rule(args)
 
     with Run(args, model, optimizer, generator, rule) as run:
+        run.begin()
         while run.goes_on():
             remaining = 1 - run.share_done() if args.anneal_lr else 1
             scale_learning_rates(optimizer, remaining)
@@ -313,7 +315,7 @@ def train(args, rule=None):
 
             # Count what it cost. The rule may then check the policy, and choose another level.
             run.charge(run.pool)
-            run.charge_update(len(batch["obs"]))
+            run.count_iteration(len(batch["obs"]))
             row |= rule.review(run, own, partners, episodes)
             run.end_iteration(row, episodes, len(batch["obs"]))
     return run
@@ -370,7 +372,8 @@ def rollout(model, pool, level, num_steps, args, generator):
     return buffers, finished_episodes(buffers[OWN])
 
 
-# What a step leads to, as the games write it and the buffer keeps it.
+# What a step leads to, as the games write it and the buffer keeps it. To record another number,
+# name it here, give its type in `make_pool`, and write it in `Game`.
 RESULTS = ["next_obs", "rewards", "terminated", "truncated"]
 RESULTS += ["ended", "episode_return", "episode_length"]
 
@@ -960,7 +963,7 @@ class Adaptive:
 
         best_worth = 0.0
         for level, (trust, rho) in enumerate(zip(self.trust, self.rho)):
-            worth = trust * rho**2 / iteration_seconds(self.args, level)
+            worth = trust * rho**2 / row_seconds(self.args, level)
             if worth >= best_worth:  # the finest of equals wins
                 best_worth = worth
                 chosen = level
@@ -1029,7 +1032,8 @@ class Adaptive:
             run.model, run.pool, self.args, self.measurements, run
         )
         # The games of training start anew, from other seeds than those of the measurement.
-        run.pool.call("start", None, game_seeds(self.args, MEASURE_SEED, self.measurements, 1))
+        seeds = game_seeds(self.args, MEASURE_SEED, self.measurements, 1)
+        run.pool.call("start", seeds=seeds)
         self.measured_at = run.seconds()
         rho = correlations(returns, starts)
         if problem:
@@ -1133,7 +1137,7 @@ def start_alike(pool, args, seeds):
     Returns this rank's first observations (L, N / ranks, D).
     """
     seeds = np.broadcast_to(seeds, (2, len(args.levels), args.num_envs))
-    pool.call("start", None, np.split(seeds, NUM_RANKS, axis=2)[RANK])
+    pool.call("start", seeds=np.split(seeds, NUM_RANKS, axis=2)[RANK])
     pool.call("follow_finest")
     return pool.arrays["obs"][OWN].copy()
 
@@ -1260,6 +1264,8 @@ class Model(nn.Module):
         self.critic = self.actor if args.shared_net else hidden_layers(obs_dim, args)
         self.head = make_head(action_space, args)
         self.value = layer_init(nn.Linear(args.hidden[-1], 1), gain=1.0)
+        if args.norm_value:  # V = 0 at first, so that the first σ is that of the rewards' sums
+            nn.init.zeros_(self.value.weight)
 
     @property
     def device(self):
@@ -1326,7 +1332,10 @@ def layer_init(layer, gain=2**0.5):
 
 
 def make_head(action_space, args):
-    """Return the policy's last layer for an action space."""
+    """Return the policy's last layer for an action space.
+
+    A head draws an action from `head.n` random numbers, which `head.noise` draws beforehand.
+    """
     choices = num_choices(action_space)
     if choices:
         return Categorical(args.hidden[-1], choices, action_space.shape)
@@ -1443,7 +1452,7 @@ class Gaussian(nn.Module):
 class RunningNorm(nn.Module):
     """(x − μ) / σ with the mean and standard deviation of all rows seen; saved with the model.
 
-    An entry that varies by no more than rounding has σ = 1, so that it is only shifted.
+    An entry that varies by no more than the rounding of its mean has σ = 1: it is only shifted.
     """
 
     def __init__(self, shape=(), limit=math.inf):
@@ -1455,7 +1464,7 @@ class RunningNorm(nn.Module):
 
     @property
     def std(self):
-        """σ, or 1 if the rows were all the same."""
+        """σ, or 1 if the rows were all the same but for rounding."""
         std = self.var.sqrt()
         rounding = torch.finfo(std.dtype).eps * self.mean.abs()
         return torch.where(std > 10 * rounding, std, 1.0)
@@ -2163,11 +2172,15 @@ def costs_of(args):
     return Costs(costs[: len(args.levels)], costs[-1], costs[-2])
 
 
+def row_seconds(args, level):
+    """Return what a row of a level index takes: a step, and its share of an update."""
+    costs = costs_of(args)
+    return costs.steps[level] + costs.update / (args.num_envs * args.num_steps[0])
+
+
 def iteration_seconds(args, level):
     """Return what an iteration on a level index takes: simulation and update."""
-    costs = costs_of(args)
-    T = args.num_steps
-    return args.num_envs * T[level] * costs.steps[level] + T[level] / T[0] * costs.update
+    return args.num_envs * args.num_steps[level] * row_seconds(args, level)
 
 
 UNKNOWN_COSTS = [1.0, 0.0]  # where there is one level and nothing depends on what it costs
@@ -2573,8 +2586,9 @@ def gathered_objects(value):
 
 
 def averaged(tensor):
-    """Return the mean of the ranks' tensors, which replaces this one."""
+    """Return the mean of the ranks' tensors."""
     if NUM_RANKS > 1:
+        tensor = tensor.clone()  # `all_reduce` writes into it
         dist.all_reduce(tensor)
         tensor /= NUM_RANKS
     return tensor
@@ -2594,7 +2608,8 @@ COUNTERS |= {"sim_seconds": 0.0, "sim_cost": 0.0, "total_cost": 0.0}
 CHARTS = ["episodic_return", "episodic_length", "eval_return", "eval_cut", "learning_rate"]
 CHARTS += ["check_return", "level"]
 LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"]
-# The names that TensorBoard shows, as CleanRL has them. Any other number is shown by its own name.
+# TensorBoard shows these under the names that CleanRL has. Any other number has its own name. Ours
+# are means: of an iteration's minibatches, of the last 100 episodes. So curves may differ in level.
 TAGS = {"sps": "charts/SPS"}
 TAGS |= {name: f"charts/{name}" for name in CHARTS}
 TAGS |= {name: f"losses/{name}" for name in LOSSES}
@@ -2736,26 +2751,15 @@ class Run(AbstractContextManager):
             report("stopped at once; iterations since the last checkpoint may be lost")
             raise KeyboardInterrupt
 
-    def goes_on(self):
-        """Return whether another iteration begins now. At the run's start, start the games."""
-        if self.began is None:
-            self.start_games()
-            for row in self.logger.take_unfinished():
-                self.log(row)
-        if not self.history and not max(gathered_objects(self.signal or 0)):
-            self.begin()
-
-        self.began = time.perf_counter()
-        agreed = max(gathered_objects(self.signal or 0))  # a signal that any rank has received
-        self.signal = agreed or self.signal
-        if self.share_done() < 1 and not agreed:
-            return True
-        if self.saved != self.iteration:
-            self.save()
-        return False
-
     def begin(self):
-        """Have the rule begin, log what comes before the first iteration, and give hints."""
+        """Start the games. In a new run the rule begins, too, and there are hints on scales."""
+        self.start_games()
+        for row in self.logger.take_unfinished():
+            self.log(row)
+        agreed = max(gathered_objects(self.signal or 0))
+        if self.history or agreed:
+            return
+
         for hint in hints_of_scale(self.args, obs=self.pool.arrays["obs"]):
             report(hint)
         began = time.perf_counter()
@@ -2769,6 +2773,13 @@ class Run(AbstractContextManager):
             report(hint)
         if self.share_done() >= 1:
             report("nothing learned: the first check takes --total-cost")
+
+    def goes_on(self):
+        """Whether another iteration is due: the run is not complete, and no rank shall stop."""
+        self.began = time.perf_counter()
+        agreed = max(gathered_objects(self.signal or 0))  # a signal that any rank has received
+        self.signal = agreed or self.signal
+        return self.share_done() < 1 and not agreed
 
     def seconds(self):
         """Return how long the run is on its clock: simulation and updates, at --level-costs."""
@@ -2799,8 +2810,8 @@ class Run(AbstractContextManager):
         steps[:] = 0
         seconds[:] = 0
 
-    def charge_update(self, num_rows):
-        """Count an iteration, whose update takes as long as its number of rows tells."""
+    def count_iteration(self, num_rows):
+        """Count an iteration and its rows, and charge its update by their number."""
         costs = costs_of(self.args)
         rows_on_the_coarsest = self.args.num_envs * self.args.num_steps[0]
         self.counters["iteration"] += 1
@@ -2879,17 +2890,17 @@ class Run(AbstractContextManager):
 
     def log(self, row):
         """Evaluate if it is due, and write the row."""
+        self.history.append(row)
+        every = self.args.eval_every
+        evaluation_is_due = every and (self.iteration % every == 0 or self.share_done() >= 1)
+        if RANK == 0 and evaluation_is_due:
+            row["eval_return"] = math.nan  # --resume evaluates again if it stays so
+            self.evaluate(row)
         if self.args.failed_reward is not None:
             self.count_failures()
             row["failures"] = self.counters["failures"]
-        self.history.append(row)
-        if RANK > 0:
-            return
-        every = self.args.eval_every
-        if every and (self.iteration % every == 0 or self.share_done() >= 1):
-            row["eval_return"] = math.nan  # --resume evaluates again if it stays so
-            self.evaluate(row)
-        self.logger.write(row, self.share_done())
+        if RANK == 0:
+            self.logger.write(row, self.share_done())
 
     def evaluate(self, row):
         """Add an evaluation of the run's result to the row, unless a signal cuts it short."""
@@ -2965,13 +2976,14 @@ class Run(AbstractContextManager):
         return gathered_objects((self.pool.arrays, states))
 
     def __exit__(self, kind, _, trace):
-        """Close everything. First save if `train` ended by a break or a failure that allows it."""
+        """Close everything. First save if `train` is done, or if its failure allows it."""
         with self.stack:
             # After a second Ctrl-C the state is whole if games were at work: no update had begun.
             in_games = kind is KeyboardInterrupt and any(pool.busy for pool in self.pools)
             unsaved = self.saved != self.iteration
             if kind in (GameError, BrokenPipeError) or unsaved and (kind is None or in_games):
-                # An iteration whose check failed is counted, but not logged: do it again.
+                # An iteration whose check failed is counted, but not logged. A resumed run does one
+                # more, with this number. What the failed one has learned stays.
                 if kind and self.history and self.history[-1]["iteration"] < self.iteration:
                     self.counters["iteration"] -= 1
                 nobody_reads_the_status = kind is BrokenPipeError and NUM_RANKS == 1
@@ -3398,13 +3410,13 @@ def level_rows(args, names, returns, starts):
     `worth` is what the rule goes by, ρ² per second, divided by that of the finest level. An entry
     that ends in _error is a standard error.
     """
-    seconds = [iteration_seconds(args, level) for level in range(len(names))]
+    seconds = [row_seconds(args, level) for level in range(len(names))]
     numbers = level_numbers(returns, starts)
     errors = jackknife_errors(returns, starts)
     rows = []
     for level, name in enumerate(names):
         row = {"level": name, "step_ms": 1e3 * args.level_costs[level]}
-        row["iteration_s"] = seconds[level]
+        row["iteration_s"] = iteration_seconds(args, level)
         for number in numbers:
             row[number] = float(numbers[number][level])
             row[f"{number}_error"] = float(errors[number][level])
@@ -4616,14 +4628,11 @@ def parse_args(argv=None):
     set_defaults_of_case(parser, given)
     args = parse_with_run(parser, argv)
     check_levels(parser, args)
-    if args.schedule == "climb" and args.resume:
-        parser.error("argument --resume: its schedule climb is gone, see adaptive; --eval works")
-    # An old run with the schedule climb is evaluated like one of the schedule adaptive.
-    if args.analyse is not None or args.schedule == "climb":
-        args.schedule = "adaptive"
     if args.analyse is not None:
+        if args.schedule == "together" or len(args.num_steps) != len(args.levels):
+            args.num_steps = args.num_steps[:1]
+        args.schedule = "adaptive"
         args.eval_level = None
-        args.num_steps = args.num_steps[:1] * len(args.levels)
         args.level_costs = given.level_costs
     args.eval_level = args.eval_level or args.levels[-1]
 
@@ -4661,9 +4670,11 @@ def is_paired(args):
 
 def check_levels(parser, args):
     """Refuse levels that are not in order, or too few of them."""
-    least = 2 if args.analyse else 1
+    least = 1 if args.analyse is None else 2
     if args.levels != sorted(set(args.levels)) or len(args.levels) < least:
-        parser.error("argument --levels: give them, coarse to fine, like 1 2 3 (--analyse: two up)")
+        parser.error(
+            "argument --levels: give them, coarse to fine, like 1 2 3 (--analyse: at least two)"
+        )
 
 
 def check_spaces(parser, args):
@@ -4677,7 +4688,9 @@ def check_spaces(parser, args):
         if spaces != first:
             parser.error(f"argument --levels: level {level} has {spaces}, not {first}")
         if args.coupling == "step" and not maps:
-            parser.error(f"argument --coupling: step needs map_from, which {args.env} has not")
+            parser.error(
+                f"argument --coupling: step needs map_from, which {args.env} does not have"
+            )
     action_space = first[1]
     continuous = num_choices(action_space) == []
     if continuous and not args.resume and not args.eval:
@@ -4860,9 +4873,9 @@ def check_device(args):
     """Raise torch's own error if the device is not there; give each rank its GPU."""
     if args.device == "auto":
         return
-    torch.zeros(1, device=args.device).item()
     if args.device == "cuda" and NUM_RANKS > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.zeros(1, device=args.device).item()
 
 
 def check_run_name(parser, args):

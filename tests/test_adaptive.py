@@ -128,6 +128,14 @@ def test_level_by_correlation_and_cost(adaptive, costs, rho, chosen):
     assert rule.level == chosen
 
 
+def test_level_whose_iterations_have_fewer_steps(adaptive):
+    """It does not look cheaper for that: what counts is the time for a row."""
+    rule, run = adaptive(levels=2, costs=[1.0, 1.1, 0.0])
+    rule.args.num_steps = [10, 1]
+    rule.choose_level(run)
+    assert rule.level == 0
+
+
 def test_length_of_a_window(adaptive):
     """At least eight iterations, five checks and 15 % of the time; checks count as time."""
     rule, run = adaptive()

@@ -184,9 +184,10 @@ def test_run_dir(tmp_path, capsys):
     state["model"]["head.mean.bias"] += 1
     torch.save(state, run.run_dir / "checkpoint.pt")
     assert ml.analyse(args)[1]["return"] != trained[1]["return"]
-    with pytest.raises(SystemExit):  # one level has nothing to be compared with
-        ml.parse_args(["--analyse", str(run.run_dir), "--levels", "3"])
-    assert "like 1 2 3 (--analyse: two up)" in capsys.readouterr().err
+    for words in (["--analyse", str(run.run_dir)], ["--analyse"]):
+        with pytest.raises(SystemExit):  # one level has nothing to be compared with
+            ml.parse_args([*words, "--levels", "3"])
+        assert "like 1 2 3 (--analyse: at least two)" in capsys.readouterr().err
 
 
 def test_endless_episodes(monkeypatch, tmp_path, capsys):

@@ -322,6 +322,7 @@ def test_other_options_than_the_runs_are_refused(normalised_run, capsys, words):
 def test_popart_keeps_the_values(shared):
     """V(s) = μ + σ V_normalised(s) stays the same when μ and σ change."""
     model = make_model("--norm-value" + " --shared-net" * shared)
+    torch.nn.init.normal_(model.value.weight)
     obs, generator = torch.randn(20, 3), torch.Generator().manual_seed(0)
 
     def values():
@@ -340,6 +341,17 @@ def test_popart_keeps_the_values(shared):
         close(model.value_norm.mean, torch.cat(rows).mean())
         close(model.value_norm.var, torch.cat(rows).var(correction=0))
     assert torch.equal(model(obs)[0], pi)
+
+
+def test_values_that_are_normalised_begin_at_zero():
+    """Else the noise of a random V would be large beside small returns, and PopArt would keep it."""
+    model, obs = make_model("--norm-value"), torch.randn(20, 3)
+    assert (model(obs)[1] == 0).all() and (make_model("")(obs)[1] != 0).any()
+    returns = 5 + 1e-3 * torch.randn(50)
+    ppo.normalise_values(model, {"values": torch.zeros(50), "returns": returns}, returns)
+    close(model.value_norm.std, returns.std(correction=0))
+    close(model.value_norm.restored(model(obs)[1]), torch.zeros(20), atol=1e-4)
+    assert (model.value.weight == 0).all()
 
 
 @pytest.mark.parametrize("rnn", [[], ["--rnn", "gru"]])
