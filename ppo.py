@@ -428,6 +428,7 @@ def make_batch(buffer, model, args):
     # V's target in PPO, Eq. (9): R_t = Â_t + V(s_t), V's estimate plus the advantage
     batch["returns"] = advantages + values
     if model.memory is not None:
+        batch["state"] = batch["state"][:1]  # of the memory before step 0: all that `forward` reads
         return batch
     return {name: column.flatten(0, 1) for name, column in batch.items()}
 

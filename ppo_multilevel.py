@@ -2036,10 +2036,7 @@ class Games:
         starts both.
         """
         if starts and not maps_states(partner.env.unwrapped):
-            self.busy = (partner, "reset")
-            seed = int(fine.random.integers(2**31))
-            fine.reset(seed)
-            partner.reset(seed)
+            self.start_pair(fine, partner)
             return
         has_been_reset = partner.arrays["ended"][partner.n]  # by its own end
         if starts and not has_been_reset:
@@ -2048,6 +2045,13 @@ class Games:
         self.busy = (partner, "map_from")
         partner.env.unwrapped.map_from(fine.env.unwrapped)
         partner.show("obs", partner.env.unwrapped.psi())
+
+    def start_pair(self, fine, partner):
+        """Start an episode of both games of a pair from a seed that they share."""
+        self.busy = (partner, "reset")
+        seed = int(fine.random.integers(2**31))
+        fine.reset(seed)
+        partner.reset(seed)
 
     def follow_finest(self):
         """Have the games of all levels take over the state of the finest one, if they can."""

@@ -191,6 +191,11 @@ def make_flaky(level, evaluation=False):
     return (Flaky if level == 2 else Levels)(level)
 
 
+def make_flaky_evaluation(level, evaluation=False):
+    """Return a simulation that fails in evaluations."""
+    return (Flaky if evaluation else Levels)(level)
+
+
 def make(level, evaluation=False):
     """Return the simulation that works."""
     return Levels(level)

@@ -206,6 +206,20 @@ def test_run_goes_on_after_failed_steps(tmp_path, monkeypatch, capsys, schedule)
     assert len(re.findall(r"level 2 \(seed .*\) failed", capsys.readouterr().err)) == 1
 
 
+def test_failed_steps_of_the_last_evaluation_are_counted(tmp_path, monkeypatch, capsys):
+    """The row that shows an evaluation has its failures, too."""
+    (tmp_path / "failures").mkdir()
+    monkeypatch.setenv("FLAKY", f"raise:99:{tmp_path}/failures")
+    more = "--num-workers 0 --num-iterations 2 --level-costs 1 1 1 --check-episodes 2".split()
+    more += ["--eval-every", "2", "--failed-reward", "-1"]
+    words = options(ppo_multilevel, tmp_path, "envs:make_flaky_evaluation", *more)
+    assert run_main(ppo_multilevel, monkeypatch, *words) == 0
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    failures = [int(row["failures"]) for row in rows(run_dir)]
+    assert 0 < failures[0] == failures[1] < failures[2]
+    assert capsys.readouterr().err.count(") failed: RuntimeError") == failures[2]
+
+
 @pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=NAMES, indirect=True)
 def test_output_that_nobody_reads_any_more(script, tmp_path, capsys, monkeypatch):
     """When `| head` or `| tee` has gone, the run ends with a checkpoint of what it has learned."""

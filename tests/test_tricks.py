@@ -344,7 +344,7 @@ def test_popart_keeps_the_values(shared):
 
 
 def test_values_that_are_normalised_begin_at_zero():
-    """Else the noise of a random V would be large beside small returns, and PopArt would keep it."""
+    """Else a random V would be large beside small returns, and PopArt would keep it."""
     model, obs = make_model("--norm-value"), torch.randn(20, 3)
     assert (model(obs)[1] == 0).all() and (make_model("")(obs)[1] != 0).any()
     returns = 5 + 1e-3 * torch.randn(50)
