@@ -21,7 +21,7 @@ SMALL += "--level-costs 1e-3 4e-3 1".split()
 
 def test_measured_cost_of_one_level():
     """Without others to compare with, a step takes seconds all the same."""
-    args = ml.parse_args("--env ResSim-v1 --levels 1 --num-envs 10 --analyse".split())
+    args = ml.parse_args("--env ResSim-v1 --levels 1 --num-envs 10".split())
     assert 0 < ml.measured_costs(args, ml.make_model(args))[0] < 0.1
 
 
