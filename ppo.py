@@ -2261,9 +2261,9 @@ def parse_args(argv=None):
     args = parse_with_run(parser, argv)
     with closing(make_env(args.env)) as env:
         args.action_masks = uses_masks(parser, args, env)
-        continuous = num_choices(env.action_space) == []
-        if continuous and not args.resume and not args.eval:
-            warn_of_scale(args, env.action_space)
+        is_new = not (args.resume or args.eval)
+        if is_new and hint_of_actions(args, env.action_space):
+            report(hint_of_actions(args, env.action_space))
 
     if args.rnn:
         check_rows(parser, args, args.num_envs, "games (--num-envs), each a sequence,")
@@ -2381,11 +2381,14 @@ def uses_masks(parser, args, env):
     return has_masks or None
 
 
-def warn_of_scale(args, space):
-    """Report a Box that is far wider or narrower than a Gaussian policy's first actions, or apart.
+def hint_of_actions(args, space):
+    """Return a line if a Box is far wider or narrower than a Gaussian's first actions, or apart.
 
-    Actions outside of a Box are only clipped, so such a policy learns slowly or not at all.
+    Actions outside of a Box are only clipped, so such a policy learns slowly or not at all. Returns
+    None if they fit, or are choices.
     """
+    if num_choices(space):
+        return None
     sigma = np.exp(args.init_log_std)
     low = np.float64(space.low)
     high = np.float64(space.high)
@@ -2394,9 +2397,10 @@ def warn_of_scale(args, space):
     too_narrow = half_width < sigma / 20
     too_wide = (half_width > 12.5 * sigma) & ~unbounded
     elsewhere = np.maximum(low, -high) > sigma  # the distance from 0 to the Box
-    if (too_narrow | too_wide | elsewhere).any():
-        found = f"0 ± {sigma:.3g} at first, the Box is {low.min():g} to {high.max():g}"
-        report(f"actions are {found}: gymnasium.wrappers.RescaleAction, or --init-log-std?")
+    if not (too_narrow | too_wide | elsewhere).any():
+        return None
+    line = f"actions are 0 ± {sigma:.3g} at first, the Box is {low.min():g} to {high.max():g}: "
+    return line + "gymnasium.wrappers.RescaleAction? (--init-log-std changes only their σ)"
 
 
 def check_rows(parser, args, num_rows, rows="rows"):

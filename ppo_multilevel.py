@@ -900,8 +900,10 @@ class Adaptive:
     def logged(self):
         """Return the level, and what is known of all levels, for the log."""
         row = {"level": self.args.levels[self.level]}
+        is_measured = self.measurements > 0 and self.measured_at is not None
         for name, rho, trust in zip(self.args.levels, self.rho, self.trust):
-            row[f"levels/rho_{name}"] = rho
+            if is_measured:
+                row[f"levels/rho_{name}"] = rho
             row[f"levels/trust_{name}"] = trust
         return row
 
@@ -2772,8 +2774,11 @@ class Run(AbstractContextManager):
         if row or self.args.eval_every:
             row |= self.counters
             self.log(row)
-        first = row.get("check_return", row.get("eval_return", 0))
-        for hint in hints_of_scale(self.args, returns=[first]):
+        first = row.get("check_return", row.get("eval_return"))
+        returns = [] if first is None else [first]
+        for hint in hints_of_scale(self.args, returns=returns):
+            report(hint)
+        for hint in hints_of_failed_reward(self.args, returns):
             report(hint)
         if self.share_done() >= 1:
             report("nothing learned: the first check takes --total-cost")
@@ -2888,9 +2893,13 @@ class Run(AbstractContextManager):
             self.save()
 
     def count_failures(self):
-        """Count the steps that have failed in all pools and ranks, and report each in a line."""
-        failures = gathered_objects(report_failures(self.pools))
-        self.counters["failures"] = self.counters.get("failures", 0) + sum(failures)
+        """Count the steps that have failed in all pools and ranks; failures.txt has all of them."""
+        lines = sum(gathered_objects(taken_failures(self.pools)), [])
+        tell_failures(lines)
+        if lines and RANK == 0:
+            with (self.run_dir / "failures.txt").open("a") as file:
+                file.writelines(f"iteration {self.iteration}: {line}\n" for line in lines)
+        self.counters["failures"] = self.counters.get("failures", 0) + len(lines)
 
     def log(self, row):
         """Evaluate if it is due, and write the row."""
@@ -3220,18 +3229,20 @@ def evaluate(model, pool, generator=None, run=None):
     return first_returns(arrays), int((~arrays["finished"]).sum())
 
 
-def report_failures(pools):
-    """Report each step in which a game has failed since the last time. Returns how many.
-
-    There are some with --failed-reward only. Each rank reports its own.
-    """
+def taken_failures(pools):
+    """Return a line for each step of the pools' games that has failed since the last time."""
     lines = []
     for pool in pools:
         lines += sum(pool.call("take_failures"), [])
-    for line in lines:
-        with suppress(OSError):  # nobody reads it any more
-            print(line, file=sys.stderr, flush=True)
-    return len(lines)
+    return lines
+
+
+def tell_failures(lines, most=3):
+    """Report failed steps: the first ones, and how many more there are."""
+    for line in lines[:most]:
+        report(line)
+    if len(lines) > most:
+        report(f"and {len(lines) - most:,} more failed steps")
 
 
 def first_returns(arrays):
@@ -3248,7 +3259,7 @@ def evaluate_run(args):
 
     with closing(make_eval_pool(args, model)) as pool:
         returns, cut = evaluate(model, pool, generator)
-        report_failures([pool])
+        tell_failures(taken_failures([pool]))
         inputs = {name: pool.arrays[name][:1] for name in model.inputs if name != "starts"}
     what = f"{len(returns)} episodes of {Path(args.env).name} level {args.eval_level}"
     if cut:
@@ -3346,12 +3357,27 @@ def baseline_returns(args):
         controller = make_model(args, Controller)
         with closing(make_eval_pool(args, controller)) as pool:
             returns, cut = evaluate(controller, pool)
-            report_failures([pool])
+            tell_failures(taken_failures([pool]))
+            outside = share_outside(controller.action_space, pool.arrays["actions"])
+    if outside > 0.5:
+        report(
+            f"baseline: {outside:.0%} of its last actions lie outside the Box and are clipped. "
+            "Does it return them in other units than the action space has?"
+        )
     line = f"baseline: return {returns.mean():.4f} ± {returns.std():.4f}"
     if cut:
         line += f", {cut} episodes cut off"
     print(line, flush=True)
     return returns
+
+
+def share_outside(space, actions):
+    """Return the share of the entries of actions (E, ...) that are clipped to a Box, else 0."""
+    if not isinstance(space, gym.spaces.Box):
+        return 0.0
+    margin = 1e-3 * (1 + np.abs(actions))  # no units differ by so little
+    outside = (actions < space.low - margin) | (actions > space.high + margin)
+    return float(outside.mean())
 
 
 def compare_with_baseline(args, returns):
@@ -3508,7 +3534,14 @@ def check_simulation(args):
     if problem:
         advice.append(problem)
     obs = np.concatenate([trial.obs for trial in trials])
-    advice += hints_of_scale(args, obs, returns=[trial.rewards.sum() for trial in trials])
+    returns = [trial.rewards.sum() for trial in trials]
+    hint = hint_of_actions(args, model.action_space)
+    if hint:
+        advice.append(hint)
+    if problem is None:
+        advice += hints_of_levels(trials)
+    advice += hints_of_scale(args, obs, returns)
+    advice += hints_of_failed_reward(args, returns)
     advice += hints_of_ends(args, trials)
     print_scales(args, model, trials)
     try:
@@ -3564,6 +3597,8 @@ def try_episode(model, pool):
     rewards = []
     seconds = []
     while not arrays["finished"][0] and len(rewards) < EVAL_STEPS:
+        if len(rewards) == 1000:
+            report("no end after 1,000 steps: does step ever return terminated or truncated?")
         arrays["seconds"][:] = 0
         take_random_step(model, pool, generator)
         obs.append(arrays["next_obs"][0].copy())
@@ -3630,6 +3665,26 @@ def try_starts(args, model):
         return problem_of_starts(model, pool, few, shown, np.arange(few.num_envs))
 
 
+def hints_of_levels(trials):
+    """Return a line if returns from one start, with the same noise, differ by a factor."""
+    sizes = [abs(trial.rewards.sum()) for trial in trials]
+    lengths = {len(trial.rewards) for trial in trials}
+    if len(lengths) > 1 or not 0 < 1.5 * min(sizes) < max(sizes):
+        return []
+    returns = ", ".join(f"{trial.rewards.sum():.4g}" for trial in trials)
+    return [f"returns of the levels differ: {returns}. Are rewards sums over cells? Take means"]
+
+
+def hints_of_failed_reward(args, returns):
+    """Return a line if a step that fails is better than a whole episode with these returns."""
+    if args.failed_reward is None or not len(returns) or args.failed_reward <= np.mean(returns):
+        return []
+    return [
+        f"--failed-reward {args.failed_reward:g} is better than an episode, which brings "
+        f"{np.mean(returns):.4g}: the policy may learn to fail"
+    ]
+
+
 def hints_of_scale(args, obs=(), returns=()):
     """Return lines on observations and returns that are far from 1, if nothing normalises them."""
     lines = []
@@ -3688,7 +3743,9 @@ def print_scales(args, model, trials):
     obs = np.concatenate([trial.obs for trial in trials])
     rewards = np.concatenate([trial.rewards for trial in trials])
     entry = int(np.abs(obs).max(axis=0).argmax())
-    print(f"\nobservations: {obs.min():.4g} to {obs.max():.4g}, entry {entry} is the largest")
+    print(
+        f"\nobservations: {obs.min():.4g} to {obs.max():.4g}, entry {entry} (from 0) is the largest"
+    )
     print(f"rewards: {rewards.min():.4g} to {rewards.max():.4g}")
     space = model.action_space
     if isinstance(space, gym.spaces.Box):
@@ -4696,9 +4753,9 @@ def check_spaces(parser, args):
                 f"argument --coupling: step needs map_from, which {args.env} does not have"
             )
     action_space = first[1]
-    continuous = num_choices(action_space) == []
-    if continuous and not args.resume and not args.eval:
-        warn_of_scale(args, action_space)
+    is_new = not (args.resume or args.eval or args.check)  # --check says it itself
+    if is_new and hint_of_actions(args, action_space):
+        report(hint_of_actions(args, action_space))
 
 
 def check_eval_level(parser, args):
@@ -4893,11 +4950,14 @@ def check_run_name(parser, args):
     parser.error(f"argument --run-name: {path} is there already")
 
 
-def warn_of_scale(args, space):
-    """Report a Box that is far wider or narrower than a Gaussian policy's first actions, or apart.
+def hint_of_actions(args, space):
+    """Return a line if a Box is far wider or narrower than a Gaussian's first actions, or apart.
 
-    Actions outside of a Box are only clipped, so such a policy learns slowly or not at all.
+    Actions outside of a Box are only clipped, so such a policy learns slowly or not at all. Returns
+    None if they fit, or are choices.
     """
+    if num_choices(space):
+        return None
     sigma = np.exp(args.init_log_std)
     low = np.float64(space.low)
     high = np.float64(space.high)
@@ -4906,9 +4966,10 @@ def warn_of_scale(args, space):
     too_narrow = half_width < sigma / 20
     too_wide = (half_width > 12.5 * sigma) & ~unbounded
     elsewhere = np.maximum(low, -high) > sigma  # the distance from 0 to the Box
-    if (too_narrow | too_wide | elsewhere).any():
-        found = f"0 ± {sigma:.3g} at first, the Box is {low.min():g} to {high.max():g}"
-        report(f"actions are {found}: gymnasium.wrappers.RescaleAction, or --init-log-std?")
+    if not (too_narrow | too_wide | elsewhere).any():
+        return None
+    line = f"actions are 0 ± {sigma:.3g} at first, the Box is {low.min():g} to {high.max():g}: "
+    return line + "gymnasium.wrappers.RescaleAction? (--init-log-std changes only their σ)"
 
 
 def check_rows(parser, args, num_rows, rows="rows"):

@@ -336,6 +336,12 @@ def nothing(obs):
 
 def undefined(obs):
     return [np.nan, 0.0]
+
+def physical(obs):
+    return [200.0, -40.0]
+
+def half(obs):
+    return [200.0, 0.5]
 """
 BASED = "--levels 1 2 --num-envs 4 --num-minibatches 2 --hidden 8 --level-costs 1 2 0.1".split()
 BASED += "--check-episodes 2 --eval-every 1 --eval-episodes 4 --num-iterations 2".split()
@@ -404,6 +410,16 @@ def test_wrong_baseline(based, capsys, monkeypatch, change, words):
         code = error.code
     assert code in (1, 2)
     assert re.search(words, capsys.readouterr().err.splitlines()[0])
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("name, told", [("physical", True), ("half", False)])
+def test_baseline_in_other_units(based, capsys, name, told, workers):
+    """Actions that the Box clips make a rule look bad: a line says so."""
+    based = [word.replace("rule.py:rule", f"rule.py:{name}") for word in based]
+    ml.baseline_returns(ml.parse_args([*based, "--num-workers", workers]))
+    line = "baseline: 100% of its last actions lie outside the Box"
+    assert (line in capsys.readouterr().err) == told
 
 
 def test_baseline_of_choices(tmp_path, monkeypatch):

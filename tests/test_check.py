@@ -117,6 +117,31 @@ class Small(Pendulum):
     scale = 1e-6
 
 
+class Summed(Pendulum):
+    """Its rewards are sums over cells, of which each level has four times as many."""
+
+    def step(self, action):
+        obs, reward, *ends = super().step(action)
+        return obs, reward * 4**self.level, *ends
+
+
+class Physical(Pendulum):
+    """Its actions are in other units."""
+
+    action_space = gym.spaces.Box(0, 500, (1,), np.float32)
+
+    def step(self, action):
+        return super().step(action / 250 - 1)
+
+
+class Endless(Pendulum):
+    """Its episodes do not end for a long time."""
+
+    def step(self, action):
+        obs, reward, _, _, info = super().step(action)
+        return obs, reward, self.t == 1005, False, info
+
+
 def checked(monkeypatch, capsys, kind, *more):
     """Return what --check prints of a simulation: its lines, and those after the word advice."""
     ml.check_simulation(
@@ -149,6 +174,10 @@ FLAWS = {
     Careless: [],
     Long: ["all episodes are truncated after 10 steps, so rewards are"],
     Large: ["large observations: --norm-obs?", "large returns: --norm-value?"],
+    Summed: ["returns of the levels differ: -"],
+    Physical: [
+        "actions are 0 ± 1 at first, the Box is 0 to 500: gymnasium.wrappers.RescaleAction?"
+    ],
     Small: ["small observations: --norm-obs?", "small returns: --norm-value?"],
 }
 
@@ -171,6 +200,22 @@ def test_options_that_answer_the_advice(monkeypatch, capsys):
     assert line == "an iteration is shorter than an episode: --num-steps 10?"
 
 
+@pytest.mark.parametrize("reward, told", [("1", True), ("-100", False)])
+def test_failed_reward_that_is_better_than_an_episode(monkeypatch, capsys, reward, told):
+    """A policy would learn to fail."""
+    _, advice = checked(monkeypatch, capsys, Pendulum, "--failed-reward", reward)
+    assert (advice != []) == told
+    if told:
+        assert advice[0].startswith("--failed-reward 1 is better than an episode, which brings -")
+
+
+def test_episode_that_does_not_end_for_a_long_time(monkeypatch, capsys):
+    """A line asks after 1,000 steps, while the episode goes on."""
+    _, advice = checked(monkeypatch, capsys, Endless)
+    line = "no end after 1,000 steps: does step ever return terminated or truncated?"
+    assert advice.count(line) == 4  # two episodes on two levels
+
+
 def test_what_is_printed(monkeypatch, capsys):
     """A row for each level with its seconds, then scales, costs as an option, and hours."""
     monkeypatch.setattr(ml.time, "perf_counter", lambda: Solver.clock)
@@ -180,7 +225,7 @@ def test_what_is_printed(monkeypatch, capsys):
         ["1", "7", "5", "1", "4", "terminated", "0"],
         ["2", "70", "50", "10", "4", "terminated", "0"],
     ]
-    assert "observations: 0 to 0, entry 0 is the largest" in lines
+    assert "observations: 0 to 0, entry 0 (from 0) is the largest" in lines
     assert "rewards: 0 to 0" in lines
     assert "actions: 0 ± 1 at first, cut to -1 to 1" in lines
     assert "--level-costs 3.75 37.5 0" in lines

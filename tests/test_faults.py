@@ -216,8 +216,16 @@ def test_failed_steps_of_the_last_evaluation_are_counted(tmp_path, monkeypatch, 
     assert run_main(ppo_multilevel, monkeypatch, *words) == 0
     (run_dir,) = (tmp_path / "runs").iterdir()
     failures = [int(row["failures"]) for row in rows(run_dir)]
-    assert 0 < failures[0] == failures[1] < failures[2]
-    assert capsys.readouterr().err.count(") failed: RuntimeError") == failures[2]
+    assert 3 < failures[0] == failures[1] < failures[2]
+    # Three lines of each kind are shown, all are in the file.
+    error = capsys.readouterr().err
+    assert error.count(") failed: RuntimeError") == 6
+    assert f"and {failures[0] - 3} more failed steps" in error
+    lines = (run_dir / "failures.txt").read_text().splitlines()
+    assert len(lines) == failures[2]
+    assert re.match(
+        r"iteration 0: .* level 2 \(seed \d+, episode 1, .*\) failed: Runtime", lines[0]
+    )
 
 
 @pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=NAMES, indirect=True)
