@@ -8,7 +8,7 @@
 
 How to read this file
     Is reinforcement learning new to you? Read "New to reinforcement learning" in README.md first:
-    it has six terms. Then skip the options. The algorithm follows: `train`, and below it everything
+    it explains the terms. Then skip the options. The algorithm follows: `train`, and below it everything
     that `train` calls, down to the network. Read `train`, `rollout`, `play`, `gae`, `make_batch`,
     `losses`, `minibatch_loss`, `update` in this order. The machinery starts at the section "speed":
     environments, worker processes, run folders, evaluation, the command line.

@@ -241,8 +241,8 @@ def adaptive():
 
 def verdict():
     """The same in short, for README."""
-    header = ["simulation", "factor in time: median", "worst", "end: adaptive rule", "seeds"]
-    header += ["best coarse level alone", "seeds", "finest level alone", "seeds"]
+    header = ["simulation", "factor in time: median", "worst", "end: adaptive rule"]
+    header += ["best coarse level alone", "finest level alone"]
     rows = []
     for case, title in TITLES.items():
         curves = recorded(case)
@@ -252,7 +252,7 @@ def verdict():
         for run in (f"{case}-adaptive", best_coarse(case, curves), reference(case)):
             ends = spread(final(curves[run]), digits(case))
             name = "" if "adaptive" in run else f"{grid(case, int(run[-1]))}: "
-            cells += [name + ends, len(curves[run])]
+            cells.append(f"{name}{ends}, n = {len(curves[run])}")
         rows.append(cells)
     return markdown(header, rows)
 
@@ -513,10 +513,10 @@ def speed():
 def speed_best():
     """How many times as fast the defaults are, in a column per processor."""
     columns = ("AMD EPYC", "Intel Xeon", "AMD EPYC (slow)")
-    ratios = {(case, name): f"{ours}: {ratio}" for case, name, ours, ratio, _ in speeds()}
+    ratios = {(case, name): f"{ours}, {ratio}" for case, name, ours, ratio, _ in speeds()}
     cases = ("CartPole-v1", "HalfCheetah-v5", "Breakout, default")
     rows = [[case, *(ratios[case, name] for name in columns)] for case in cases]
-    return markdown(["case", *(f"{name}, steps/s: ratio" for name in columns)], rows)
+    return markdown(["case", *(f"{name}: our steps/s, ratio" for name in columns)], rows)
 
 
 def profile():
