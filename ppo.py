@@ -8,10 +8,10 @@
 
 How to read this file
     Is reinforcement learning new to you? Read "New to reinforcement learning" in README.md first:
-    it explains the terms. Then skip the options. The algorithm follows: `train`, and below it everything
-    that `train` calls, down to the network. Read `train`, `rollout`, `play`, `gae`, `make_batch`,
-    `losses`, `minibatch_loss`, `update` in this order. The machinery starts at the section "speed":
-    environments, worker processes, run folders, evaluation, the command line.
+    it explains the terms. Then skip the options. The algorithm follows: `train`, and below it
+    everything that `train` calls, down to the network. Read `train`, `rollout`, `play`, `gae`,
+    `make_batch`, `losses`, `minibatch_loss`, `update` in this order. The machinery starts at the
+    section "speed": environments, worker processes, run folders, evaluation, the command line.
     Several processes can train one model together, started by torchrun. They are called ranks. In a
     single process RANK is 0 and NUM_RANKS is 1. Then `gathered`, `averaged`, `own_rows` and
     `average_gradients` change nothing, so a first reading can skip them.

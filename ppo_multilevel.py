@@ -30,7 +30,7 @@ The schedule together, the paper's
 
     L_a = −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)                           PPO, Eq. (7)
     ℓ = L_a + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))                        PPO, Eq. (9)
-    loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}],  ℓ̃^0 = 0                                ML, Algorithm 4
+    loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}],  ℓ̃^0 = 0                               D&E, Algorithm 4
 
     This is PPO whose rows carry a signed weight. A row of a level's own simulation weighs +1/M^l,
     a row of a partner (ℓ̃) −1/M^l, times control weights β, see `Together`. One forward pass over
@@ -59,7 +59,7 @@ Notation and shapes
     are a pair, in which the own game is the fine one. OWN and PARTNER are their roles.
 
 Papers, and departures from them
-    "ML" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), with the algorithms of A.
+    "D&E" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), with the algorithms of A.
     Dixit's "Implementation of multilevel PPO in Stable Baselines 3". "PPO", Â_t, R_t and r_t(θ) are
     those of ppo.py. With --coupling step a partner is mapped before each step and takes the action
     of the fine game. By default it is mapped only when an episode starts, and then acts itself,
@@ -286,17 +286,17 @@ def train(args, rule=None):
 
             # Sample: T^l steps on each of these levels. With --schedule together actors above the
             # coarsest level play in pairs.
-            own = []  # each level's own batch
-            partners = []  # the batch of each level's partners, for all levels but the first
+            buffers = []  # what each level has recorded: [own], or [own, partners']
             episodes = {}
             for level, num_steps in zip(plan.levels, plan.num_steps):
-                buffers, ended = rollout(model, run.pool, level, num_steps, args, generator)
-                own.append(make_batch(buffers[OWN], model, args))
-                if len(buffers) > 1:
-                    partners.append(make_batch(buffers[PARTNER], model, args))
+                roles, ended = rollout(model, run.pool, level, num_steps, args, generator)
+                buffers.append(roles)
                 episodes[level] = ended
 
             # Judge: was an action better than the value function expected?
+            own = [make_batch(roles[OWN], model, args) for roles in buffers]
+            paired = [roles for roles in buffers if len(roles) > 1]  # all levels but the first
+            partners = [make_batch(roles[PARTNER], model, args) for roles in paired]
             batch = joined(own, partners)
             row = {"explained_variance": explained_variance(own[0])}  # on the coarsest level
             row["learning_rate"] = optimizer.param_groups[0]["lr"]
@@ -342,7 +342,7 @@ PARTNER = 1
 
 
 def rollout(model, pool, level, num_steps, args, generator):
-    """Take T^l steps with all N actors on a level (ML, Algorithm 5).
+    """Take T^l steps with all N actors on a level (D&E, Algorithm 5).
 
     Returns the buffers, [own] or [own, partner's], and the list of (return, length) of the level's
     own episodes that ended. A buffer holds tensors (T, N, ...): obs, actions, logprobs, values,
@@ -580,7 +580,7 @@ def minibatch_loss(model, mb, args):
         value_weights = weights.clamp(min=0)
 
     pg_loss, v_loss, entropy, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
-    # ML, Algorithm 4: Σ_l mean[ℓ^l − ℓ̃^{l−1}], a weighted mean over all rows
+    # D&E, Algorithm 4: Σ_l mean[ℓ^l − ℓ̃^{l−1}], a weighted mean over all rows
     pg_loss = (policy_weights * pg_loss).mean()
     v_loss = (value_weights * v_loss).mean()
     entropy = (weights * entropy).mean()
@@ -653,7 +653,7 @@ def minibatches(batch, plan, args, generator):
 
 
 def minibatch_rows(num_steps, num_envs, num_minibatches, generator):
-    """Return the row numbers of an epoch's minibatches, (B, S): ML, Algorithm 6.
+    """Return the row numbers of an epoch's minibatches, (B, S): D&E, Algorithm 6.
 
     The batch has the rows of all members in the order of `joined`. A minibatch has M^l own rows of
     level l, and the rows of the partners at the same actors and steps.
@@ -676,7 +676,7 @@ def signed_weights(num_steps, num_envs, num_minibatches, controls):
 
     For any β, E ℓ^L = E[ℓ^L − β_L ℓ̃^{L−1}] + β_L E ℓ^{L−1} if E ℓ̃ = E ℓ, and so on down to level 1.
     With b_l = β_{l+1} ... β_L level l's own rows weigh S b_l / M^l and its partners' rows
-    −S β_l b_l / M^l. If all β are 1 this is ML, Algorithm 4, line 16. `controls` are β_2 ... β_L.
+    −S β_l b_l / M^l. If all β are 1 this is D&E, Algorithm 4, line 16. `controls` are β_2 ... β_L.
     """
     sizes = [num_envs * T // num_minibatches for T in num_steps]  # M^l
     total = 2 * sum(sizes) - sizes[0]  # S
@@ -2032,7 +2032,7 @@ class Games:
         return states
 
     def follow(self, fine, partner, starts=True):
-        """Have a partner take over the state of its fine game (ML, Algorithm 5, line 18).
+        """Have a partner take over the state of its fine game (D&E, Algorithm 5, line 18).
 
         `starts` says that the fine game has just started an episode. Without map_from a common seed
         starts both.
