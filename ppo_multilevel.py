@@ -3696,12 +3696,12 @@ def hints_of_scale(args, obs=(), returns=()):
 
 
 def far_from_one(values):
-    """Return "large" or "small" if the largest of the values is far from 1, else None."""
+    """Return "large" or "small", and how large, if the largest value is far from 1, else None."""
     largest = np.abs(values).max(initial=0)
     if largest > 10:
-        return "large"
+        return f"large (up to {largest:.2g})"
     if 0 < largest < 0.01:
-        return "small"
+        return f"small (up to {largest:.2g})"
     return None
 
 

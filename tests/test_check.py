@@ -173,12 +173,12 @@ FLAWS = {
     ],
     Careless: [],
     Long: ["all episodes are truncated after 10 steps, so rewards are"],
-    Large: ["large observations: --norm-obs?", "large returns: --norm-value?"],
+    Large: ["large (up to 8.5e+03) observations: --norm-obs?", "large (up to "],
     Summed: ["returns of the levels differ: -"],
     Physical: [
         "actions are 0 ± 1 at first, the Box is 0 to 500: gymnasium.wrappers.RescaleAction?"
     ],
-    Small: ["small observations: --norm-obs?", "small returns: --norm-value?"],
+    Small: ["small (up to 8.5e-07) observations: --norm-obs?", "small (up to "],
 }
 
 
