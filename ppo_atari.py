@@ -1148,7 +1148,7 @@ NUM_RANKS = int(os.environ["WORLD_SIZE"]) if TORCHRUN else 1
 
 
 def report(message):
-    """Print a message, once for all ranks. It is no error if nobody reads it."""
+    """Print a message, once for all ranks. It is lost if the output is closed."""
     if RANK == 0:
         with suppress(OSError):
             print(message, file=sys.stderr, flush=True)
@@ -1714,7 +1714,7 @@ def export_onnx(path, model, inputs):
 
 
 # ------------------------------------------------------------------------------------ command line
-# These options may be other ones when a run is resumed or evaluated.
+# These options may change when a run is resumed or evaluated.
 MAY_CHANGE = ["device", "num_workers", "total_timesteps", "num_iterations"]
 MAY_CHANGE += ["eval_every", "eval_episodes", "save_every"]
 # These options are not kept in config.json.

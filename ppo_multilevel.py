@@ -795,7 +795,7 @@ class Together:
         for fine, partner in zip(own[1:], partners):
             covariances = torch.cov(torch.stack([fine, partner]))  # (2, 2)
             moments.append(covariances[1])
-        moments = torch.stack(moments)
+        moments = torch.stack(moments).float()  # an env may have set another default type
         moved = torch.lerp(self.moments, moments, self.rate)
         self.moments = torch.where(moments.isfinite(), moved, self.moments)
         self.rate = 0.1
@@ -838,8 +838,8 @@ class Adaptive:
     WINDOW_ITERATIONS = 8  # a window has at least this many iterations
     WINDOW_CHECKS = 5  # it takes at least as long as this many checks
     WINDOW_SHARE = 0.15  # it takes at least this share of the time so far
-    CHECK_AFTER = 6  # a check is due once training has taken as long as so many checks
-    ERRORS = 1.0  # a gain is more than so many standard errors of the difference of checks
+    CHECK_AFTER = 6  # a check is due once training has taken as long as this many checks
+    ERRORS = 1.0  # a gain is more than this many standard errors of the difference of checks
     MEASURE_SHARE = 0.05  # measurements of ρ may take this share of the time
     LEAST_RHO = 0.03  # a smaller ρ, or one below 0, counts as this
     HIGH_RHO = 0.9  # from here on what is good on a level is good on the finest one
@@ -1144,7 +1144,7 @@ def start_alike(pool, args, seeds):
     return pool.arrays["obs"][OWN].copy()
 
 
-# Where it is said what to do about starts.
+# The page that says what to do about starts.
 EXAMPLES_PAGE = "tests/examples/README.md, Seeds and starts"
 SEED_VARIES = "two episodes from the same reset(seed) differ"
 
@@ -1204,9 +1204,10 @@ def correlations(returns, starts):
 
     That of a level whose returns do not vary is 0, also that of the finest level with itself.
     """
-    same_start = starts[:, np.newaxis] == starts  # (E, E)
-    means = returns @ same_start / same_start.sum(axis=0)
-    within = returns - means
+    within = np.array(returns, float)
+    for start in np.unique(starts):
+        episodes = starts == start
+        within[:, episodes] -= within[:, episodes].mean(axis=1, keepdims=True)
     rounding = 1e-9 * abs(returns).max(axis=1, keepdims=True)
     within[abs(within) <= rounding] = 0
     products = within @ within[-1]
@@ -2556,7 +2557,7 @@ NUM_RANKS = int(os.environ["WORLD_SIZE"]) if TORCHRUN else 1
 
 
 def report(message):
-    """Print a message, once for all ranks. It is no error if nobody reads it."""
+    """Print a message, once for all ranks. It is lost if the output is closed."""
     if RANK == 0:
         with suppress(OSError):
             print(message, file=sys.stderr, flush=True)
@@ -4569,11 +4570,11 @@ LENGTHS = {
     "total_cost": "total_cost",
     "hours": "total_cost",  # into which they are converted before the first iteration
 }
-# These options may be other ones when a run is resumed or evaluated.
+# These options may change when a run is resumed or evaluated.
 MAY_CHANGE = ["device", "num_workers", "total_timesteps", "num_iterations"]
 MAY_CHANGE += ["eval_every", "eval_episodes", "save_every", "total_cost", "hours"]
 MAY_CHANGE += ["failed_reward", "baseline"]
-# These may be other ones, too, when it is analysed.
+# These may change, too, when it is analysed.
 MAY_ANALYSE = ["num_envs", "num_steps", "levels", "level_costs", "seed"]
 # These options are not kept in config.json.
 NOT_KEPT = ["resume", "eval", "sample", "video", "export_onnx", "quiet", "analyse", "check"]
