@@ -223,6 +223,7 @@ def train(args):
                 model.obs_norm.update(buffer["obs"].flatten(0, 1))
 
             run.end_iteration(row, episodes, global_step=args.num_envs * args.num_steps)
+        run.finish()
     return run
 
 
@@ -1778,6 +1779,11 @@ class Run(AbstractContextManager):
         agreed = max(gathered_objects(self.signal or 0))  # a signal that any rank has received
         self.signal = agreed or self.signal
         return self.share_done() < 1 and not agreed
+
+    def finish(self):
+        """Save the last iteration, unless a checkpoint has it."""
+        if self.saved != self.iteration:
+            self.save()
 
     def end_iteration(self, row, episodes, **counts):
         """Add up the `counts`, log the row and the episodes' (return, length), save at times."""

@@ -159,6 +159,7 @@ def train(args):
             # Learn: K epochs of minibatch steps towards the better actions.
             row |= update(model, optimizer, batch, args, clip_coef, generator)
             run.end_iteration(row, episodes, global_step=args.num_envs * args.num_steps)
+        run.finish()
     return run
 
 
@@ -1314,6 +1315,11 @@ class Run(AbstractContextManager):
         agreed = max(gathered_objects(self.signal or 0))  # a signal that any rank has received
         self.signal = agreed or self.signal
         return self.share_done() < 1 and not agreed
+
+    def finish(self):
+        """Save the last iteration, unless a checkpoint has it."""
+        if self.saved != self.iteration:
+            self.save()
 
     def end_iteration(self, row, episodes, **counts):
         """Add up the `counts`, log the row and the episodes' (return, length), save at times."""

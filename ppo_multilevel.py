@@ -318,6 +318,7 @@ def train(args, rule=None):
             run.count_iteration(len(batch["obs"]))
             row |= rule.review(run, own, partners, episodes)
             run.end_iteration(row, episodes, len(batch["obs"]))
+        run.finish()
     return run
 
 
@@ -2790,6 +2791,11 @@ class Run(AbstractContextManager):
         agreed = max(gathered_objects(self.signal or 0))  # a signal that any rank has received
         self.signal = agreed or self.signal
         return self.share_done() < 1 and not agreed
+
+    def finish(self):
+        """Save the last iteration, unless a checkpoint has it."""
+        if self.saved != self.iteration:
+            self.save()
 
     def seconds(self):
         """Return how long the run is on its clock: simulation and updates, at --level-costs."""

@@ -1009,7 +1009,8 @@ def test_recurrent_minibatches(monkeypatch, tmp_path, rnn):
                 n = games[tuple(mb["returns"][:, m].tolist())]
                 order.append(n)
                 for name, rows in batch.items():
-                    assert mb[name].shape == (T, 2, *rows.shape[2:])
+                    steps = 1 if name == "state" else T  # the memory's state before step 0
+                    assert mb[name].shape == (steps, 2, *rows.shape[2:])
                     assert torch.equal(mb[name][:, m], rows[:, n]), name
             orders.append(order)
         assert sorted(orders[0] + orders[1]) == sorted(orders[2] + orders[3]) == [0, 1, 2, 3]
