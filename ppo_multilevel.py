@@ -1905,7 +1905,8 @@ def state_keeper(env):
     limit. Both methods are needed: MuJoCo's set_state alone does something else.
     """
     stateless = (gym.wrappers.PassiveEnvChecker, gym.wrappers.OrderEnforcing)
-    stateless += (gym.wrappers.FlattenObservation,)
+    stateless += (gym.wrappers.FlattenObservation, gym.wrappers.RescaleAction)
+    stateless += (gym.wrappers.ClipAction,)
     while not (hasattr(env, "get_state") and hasattr(env, "set_state")):
         if type(env) not in stateless:
             return None

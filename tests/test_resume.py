@@ -456,6 +456,8 @@ def test_env_says_its_state():
 
 def test_state_within_a_wrapper_that_has_one():
     """A time limit would lose its count: the env is replayed instead. So is MuJoCo."""
+    rescaled = gym.wrappers.ClipAction(gym.wrappers.RescaleAction(envs.Line(2), -1, 1))
+    assert ppo.state_keeper(rescaled) is ppo_multilevel.state_keeper(rescaled) is rescaled.unwrapped
     assert ppo.state_keeper(gym.wrappers.TimeLimit(gym.make("envs:Line-v0"), 10)) is None
     assert ppo.state_keeper(gym.make("HalfCheetah-v5")) is None  # it has set_state only
 
