@@ -5,7 +5,8 @@
     python ppo_multilevel.py --env tests/examples/opm_flow.py:Flow --levels 1 2 3 --check \\
         --num-envs 20 --num-steps 16
     python ppo_multilevel.py --env tests/examples/opm_flow.py:Flow --levels 1 2 3 \\
-        --num-envs 20 --num-steps 16 --failed-reward -1 --hours 1 \\
+        --num-envs 20 --num-steps 16 --failed-reward -1 --hours 0.75 \\
+        --learning-rate 1e-3 --update-epochs 10 --target-kl 0.05 --init-log-std -1 --norm-value \\
         --baseline tests/examples/opm_flow.py:against_water
 
 Four injectors on the left and four producers on the right of a square layer of streaky rock, which
