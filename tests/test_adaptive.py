@@ -458,6 +458,7 @@ def test_blind_levels_are_left(monkeypatch, tmp_path):
     levels = levels_of(run)
     assert levels[0] == 1 and levels[-1] == 3
     assert run.history[-1]["levels/rho_1"] == run.rule.rho[0]
+    assert "levels/rho_1" not in run.history[1] and run.history[1]["levels/trust_1"] == 1
 
 
 def test_levels_that_agree_are_cheap(monkeypatch, tmp_path):
