@@ -195,7 +195,7 @@ def train(args):
     torch.set_num_threads(1)  # more threads only slow a small network down
     torch.manual_seed(args.seed)
     model = make_model(args)  # its weights are drawn from torch's global generator
-    generator = torch.Generator().manual_seed(args.seed)  # of noise and minibatches
+    generator = torch.Generator().manual_seed(args.seed)  # it draws noise and minibatches
     optimizer = make_optimizer(model, args)
 
     with Run(args, model, optimizer, generator) as run:
@@ -429,7 +429,7 @@ def make_batch(buffer, model, args):
     # V's target in PPO, Eq. (9): R_t = Â_t + V(s_t), V's estimate plus the advantage
     batch["returns"] = advantages + values
     if model.memory is not None:
-        batch["state"] = batch["state"][:1]  # of the memory before step 0: all that `forward` reads
+        batch["state"] = batch["state"][:1]  # `forward` reads the state before step 0 only
         return batch
     return {name: column.flatten(0, 1) for name, column in batch.items()}
 

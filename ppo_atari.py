@@ -133,7 +133,7 @@ def train(args):
     torch.set_num_threads(1)  # a worker that is forked off must not find several threads
     torch.manual_seed(args.seed)
     model = make_model(args)  # its weights are drawn from torch's global generator
-    generator = torch.Generator().manual_seed(args.seed)  # of noise and minibatches
+    generator = torch.Generator().manual_seed(args.seed)  # it draws noise and minibatches
     optimizer = make_optimizer(model, args)
 
     with AtariRun(args, model, optimizer, generator) as run:

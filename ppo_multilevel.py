@@ -273,7 +273,7 @@ def train(args, rule=None):
     torch.set_num_threads(1)  # more threads only slow a small network down
     torch.manual_seed(args.seed)
     model = make_model(args)  # its weights are drawn from torch's global generator
-    generator = torch.Generator().manual_seed(args.seed)  # of noise and minibatches
+    generator = torch.Generator().manual_seed(args.seed)  # it draws noise and minibatches
     optimizer = make_optimizer(model, args)
     rule = rule or make_rule(args)
 
