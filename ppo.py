@@ -191,7 +191,10 @@ def add_own_options(parser):
 
 # ------------------------------------------------------------------------------------ train
 def train(args):
-    """Train with these options. Returns the `Run`. If a game fails, it saves, raises GameError."""
+    """Train with these options. Returns the `Run`.
+
+    If a game fails, the run is saved, and GameError is raised.
+    """
     torch.set_num_threads(1)  # more threads only slow a small network down
     torch.manual_seed(args.seed)
     model = make_model(args)  # its weights are drawn from torch's global generator
@@ -2268,9 +2271,9 @@ def parse_args(argv=None):
     args = parse_with_run(parser, argv)
     with closing(make_env(args.env)) as env:
         args.action_masks = uses_masks(parser, args, env)
-        is_new = not (args.resume or args.eval)
-        if is_new and hint_of_actions(args, env.action_space):
-            report(hint_of_actions(args, env.action_space))
+        hint = hint_of_actions(args, env.action_space)
+    if hint and not (args.resume or args.eval):
+        report(hint)
 
     if args.rnn:
         check_rows(parser, args, args.num_envs, "games (--num-envs), each a sequence,")

@@ -128,7 +128,10 @@ def add_own_options(parser):
 
 # ------------------------------------------------------------------------------------ train
 def train(args):
-    """Train with these options. Returns the `Run`. If a game fails, it saves, raises GameError."""
+    """Train with these options. Returns the `Run`.
+
+    If a game fails, the run is saved, and GameError is raised.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a worker that is forked off must not find several threads
     torch.manual_seed(args.seed)

@@ -569,8 +569,8 @@ def minibatch_loss(model, mb, args):
     Without partners all weights are 1, and this is plain PPO.
     --correction literal is the paper's: a partner's policy loss is +min(r Ã, clip(r) Ã), with the
     ratio r = r_t(θ). It goes to −∞ with r if Ã < 0. --correction bounded takes the signed advantage
-    into the minimum, −min(−r Ã, −clip(r) Ã). This is bounded, and has the same gradient at π_old. V
-    is then fitted to own rows only, since −(V − R)² has no minimum.
+    into the minimum, −min(−r Ã, −clip(r) Ã). This is bounded from below, and has the same gradient
+    at π_old. V is then fitted to own rows only, since −(V − R)² has no minimum.
     """
     weights = mb["weights"]
     policy_weights = weights
@@ -4568,7 +4568,7 @@ DEFAULTS = {
     "ResSim-v3": Defaults([1, 2, 3, 4], 200_000.0, [3, 4], [60, 15]),
     "ResSim-v4": Defaults([1, 2, 3, 4], 200_000.0, [3, 4], [60, 15]),
 }
-NO_DEFAULTS = Defaults([], None, [], [])  # of other simulations
+NO_DEFAULTS = Defaults([], None, [], [])  # other simulations have these
 
 # The options that say how long a run is, and the counters that they limit.
 LENGTHS = {
@@ -4761,9 +4761,9 @@ def check_spaces(parser, args):
                 f"argument --coupling: step needs map_from, which {args.env} does not have"
             )
     action_space = first[1]
-    is_new = not (args.resume or args.eval or args.check)  # --check says it itself
-    if is_new and hint_of_actions(args, action_space):
-        report(hint_of_actions(args, action_space))
+    hint = hint_of_actions(args, action_space)
+    if hint and not (args.resume or args.eval or args.check):  # --check says it itself
+        report(hint)
 
 
 def check_eval_level(parser, args):

@@ -486,6 +486,8 @@ def adapted_rates(monkeypatch, rates, *kls):
         (3e-4, 0.0049, 4.5e-4),  # below ½ · 0.01
         (1.2e-6, 1.0, 1e-6),
         (9e-3, 0.0, 1e-2),
+        (3e-2, 0.0, 3e-2),  # a low KL does not lower a rate, a high one does not raise it
+        (1e-7, 1.0, 1e-7),
     ],
 )
 def test_adaptive_lr(monkeypatch, rate, kl, expected):

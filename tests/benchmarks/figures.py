@@ -153,6 +153,29 @@ def pictures():
     return figure
 
 
+def learned(args):
+    """Return the mode of a run's policy as a function obs → action."""
+    import ppo_multilevel as ml
+
+    model = ml.make_model(args)
+    model.load_state_dict(ml.Checkpoint(args.eval).read()["model"])
+
+    def control(obs):
+        action, _ = model.policy(torch.as_tensor(obs)[None])
+        return ml.to_env(action.numpy(), model.action_space)[0]
+
+    return control
+
+
+def play(env, obs, control):
+    """Play an episode on from its first observation. Returns its return."""
+    total, over = 0.0, False
+    while not over:
+        obs, reward, over, *_ = env.step(control(obs))
+        total += reward
+    return total
+
+
 def reservoir():
     """The first evaluation field on three grids after an episode with a learned policy."""
     import ppo_multilevel as ml
@@ -161,17 +184,12 @@ def reservoir():
         where = ["--log-dir", str(ROOT / "runs"), "--run-name", "reservoir", "--quiet"]
         ml.train(ml.parse_args(["--env", "ResSim-v1", *where]))
     args = ml.parse_args(["--eval", str(ROOT / "runs/reservoir")])
-    model = ml.make_model(args)
-    model.load_state_dict(ml.Checkpoint(args.eval).read()["model"])
+    control = learned(args)
     figure, axes = plt.subplots(1, 4, figsize=(13, 3.7))
     for ax, level in zip(axes[1:], (1, 3, len(ml.CASES[args.env].grids))):
-        env, total, over = ml.make_env(args.env, level, evaluation=True), 0.0, False
+        env = ml.make_env(args.env, level, evaluation=True)
         obs, _ = env.reset(seed=0, options={"field": 0})
-        while not over:
-            action, _ = model.policy(torch.as_tensor(obs)[None])
-            action = ml.to_env(action.numpy(), env.action_space)[0]
-            obs, reward, over, *_ = env.step(action)
-            total += reward
+        total = play(env, obs, control)
         ax.imshow(env.unwrapped.render())
         cells = "×".join(map(str, env.unwrapped.grid.shape))
         ax.set_title(f"{cells} cells: {total:.3f} of the oil")
@@ -193,23 +211,13 @@ def opm():
     import opm_flow
 
     args = ml.parse_args(["--eval", str(ROOT / "runs/opm_flow")])
-    model = ml.make_model(args)
-    model.load_state_dict(ml.Checkpoint(args.eval).read()["model"])
-
-    def policy(obs):
-        action, _ = model.policy(torch.as_tensor(obs)[None])
-        return ml.to_env(action.numpy(), env.action_space)[0]
-
     controls = {"equal rates": opm_flow.equal, "rule against water": opm_flow.against_water}
-    controls["learned policy"] = policy
+    controls["learned policy"] = learned(args)
     figure, axes = plt.subplots(1, 4, figsize=(13, 3.7))
     for ax, (name, control) in zip(axes[1:], controls.items()):
         env = opm_flow.Flow(args.eval_level)
         obs, _ = env.reset(seed=ml.EVAL_SEED)
-        total, over = 0.0, False
-        while not over:
-            obs, reward, over, *_ = env.step(control(obs))
-            total += reward
+        total = play(env, obs, control)
         ax.imshow(env.render())
         ax.set_title(f"{name}: {total:.3f}")
         env.close()
