@@ -13,26 +13,47 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "speed_ppo.csv"
 
-# env, num_envs, num_steps, num_minibatches, update_epochs, total_timesteps; of ours only: number of
-# workers, whether rollouts run the policy in NumPy
+
+class Case(NamedTuple):
+    """What is trained, with which numbers."""
+
+    env: str
+    num_envs: int
+    num_steps: int
+    num_minibatches: int
+    update_epochs: int
+    total_timesteps: int
+    num_workers: int = 0  # of ours only
+    fast_act: bool = True  # of ours only: rollouts run the policy in NumPy
+    vec_env: str = "DummyVecEnv"  # of Stable-Baselines3 only
+
+
+CARTPOLE = Case("CartPole-v1", 4, 128, 4, 4, 100_000)
+CHEETAH = Case("HalfCheetah-v5", 8, 2048, 32, 10, 98_304)
+HUMANOID = Case("Humanoid-v5", 8, 512, 32, 4, 32_768)
+
 CASES = {
-    "CartPole-v1": ("CartPole-v1", 4, 128, 4, 4, 100_000, 0, True),
-    "CartPole-v1, policy in torch": ("CartPole-v1", 4, 128, 4, 4, 100_000, 0, False),
-    "HalfCheetah-v5": ("HalfCheetah-v5", 8, 2048, 32, 10, 98_304, 0, True),
-    "HalfCheetah-v5, 1 worker": ("HalfCheetah-v5", 8, 2048, 32, 10, 98_304, 1, True),
-    "HalfCheetah-v5, 2 workers": ("HalfCheetah-v5", 8, 2048, 32, 10, 98_304, 2, True),
-    "Humanoid-v5": ("Humanoid-v5", 8, 512, 32, 4, 32_768, 0, True),
-    "Humanoid-v5, 2 workers": ("Humanoid-v5", 8, 512, 32, 4, 32_768, 2, True),
+    "CartPole-v1": CARTPOLE,
+    "CartPole-v1, policy in torch": CARTPOLE._replace(fast_act=False),
+    "HalfCheetah-v5": CHEETAH,
+    "HalfCheetah-v5, 1 worker": CHEETAH._replace(num_workers=1),
+    "HalfCheetah-v5, 2 workers": CHEETAH._replace(num_workers=2),
+    "HalfCheetah-v5, 2 workers, SubprocVecEnv": CHEETAH._replace(
+        num_workers=2, vec_env="SubprocVecEnv"
+    ),
+    "Humanoid-v5": HUMANOID,
+    "Humanoid-v5, 2 workers": HUMANOID._replace(num_workers=2),
 }
 
 
-def ours(env, num_envs, num_steps, num_minibatches, update_epochs, total_timesteps, workers, fast):
+def ours(*numbers):
     """Return the steps per second of ppo.py, and its versions."""
     sys.path.insert(0, str(ROOT))
     import torch._dynamo  # noqa: F401, Adam and SummaryWriter import them: imports do not count
@@ -40,11 +61,12 @@ def ours(env, num_envs, num_steps, num_minibatches, update_epochs, total_timeste
 
     import ppo
 
-    if not fast:
+    case = Case(*numbers)
+    if not case.fast_act:
         ppo.fast_act = lambda model: model.act
-    options = f"--env {env} --num-envs {num_envs} --num-steps {num_steps} --quiet "
-    options += f"--num-minibatches {num_minibatches} --update-epochs {update_epochs} "
-    options += f"--total-timesteps {total_timesteps} --num-workers {workers}"
+    options = f"--env {case.env} --num-envs {case.num_envs} --num-steps {case.num_steps} --quiet "
+    options += f"--num-minibatches {case.num_minibatches} --update-epochs {case.update_epochs} "
+    options += f"--total-timesteps {case.total_timesteps} --num-workers {case.num_workers}"
     with tempfile.TemporaryDirectory() as folder:
         args = ppo.parse_args([*options.split(), "--log-dir", folder])
         started = time.perf_counter()
@@ -54,19 +76,22 @@ def ours(env, num_envs, num_steps, num_minibatches, update_epochs, total_timeste
     return run.history[-1]["global_step"] / seconds, versions
 
 
-def sb3(env, num_envs, num_steps, num_minibatches, update_epochs, total_timesteps, *_):
+def sb3(*numbers):
     """Return the steps per second of Stable-Baselines3 with the same numbers, and its version."""
     import stable_baselines3
     import torch
+    from stable_baselines3.common import vec_env as vec_envs
     from stable_baselines3.common.env_util import make_vec_env
 
+    case = Case(*numbers)
     torch.set_num_threads(1)
+    vec_env = getattr(vec_envs, case.vec_env)
     model = stable_baselines3.PPO(
         "MlpPolicy",
-        make_vec_env(env, num_envs, seed=1),
-        n_steps=num_steps,
-        batch_size=num_envs * num_steps // num_minibatches,
-        n_epochs=update_epochs,
+        make_vec_env(case.env, case.num_envs, seed=1, vec_env_cls=vec_env),
+        n_steps=case.num_steps,
+        batch_size=case.num_envs * case.num_steps // case.num_minibatches,
+        n_epochs=case.update_epochs,
         learning_rate=2.5e-4,
         clip_range_vf=0.2,
         ent_coef=0.01,
@@ -74,7 +99,7 @@ def sb3(env, num_envs, num_steps, num_minibatches, update_epochs, total_timestep
         seed=1,
     )
     started = time.perf_counter()
-    model.learn(total_timesteps)
+    model.learn(case.total_timesteps)
     seconds = time.perf_counter() - started
     return model.num_timesteps / seconds, {"stable_baselines3": stable_baselines3.__version__}
 
