@@ -212,10 +212,12 @@ def train(args):
             buffer, episodes = rollout(model, run.pool, args, generator)
 
             # Judge: was an action better than the value function expected?
+            if args.norm_reward:
+                normalise_rewards(model, buffer)
             batch = make_batch(buffer, model, args)
             row = {"explained_variance": explained_variance(batch)}
             if args.norm_value:
-                normalise_values(model, batch, batch["returns"])  # changes V's last layer, too
+                normalise_values(model, batch, batch["returns"])
 
             # Learn: K epochs of minibatch steps towards the better actions.
             row |= update(model, optimizer, batch, args, generator)
@@ -280,7 +282,8 @@ def rollout(model, pool, args, generator):
     buffer = {name: column.to(model.device) for name, column in buffer.items()}
     add_values(model, buffer, noise.to(model.device))
     buffer = gathered(buffer)
-    return buffer, finished_episodes(buffer)
+    episodes = finished_episodes(buffer)  # takes their columns out
+    return buffer, episodes
 
 
 # What a step leads to, as the games write it and the buffer keeps it. To record another number,
@@ -404,25 +407,19 @@ def make_batch(buffer, model, args):
 
     A recurrent policy keeps (T, N, ...), since it needs each environment's steps as a sequence.
     """
-    rewards = buffer["rewards"]
-    if args.norm_reward:
-        # Divide by the σ of all discounted sums Σ_k γ^k r_{t−k} so far (Engstrom et al. 2020). They
-        # look back, so they are known at step t, and vary about as much as R_t. The mean stays:
-        # without it the sign of a reward would change. A clip to ±10 bounds what is rare.
-        model.reward_norm.update(buffer["discounted"].flatten())
-        rewards = (rewards / model.reward_norm.std).clamp(-10, 10)
-
     terminated = buffer["terminated"]
     if not args.time_limit_bootstrap:
         terminated = terminated | buffer["truncated"]
 
     values = buffer["values"]
     next_values = buffer["next_values"]
-    if not args.baseline:  # with V = 0, GAE is the sum of rewards, discounted by γλ
+    if not args.baseline:
+        # With V = 0, GAE is the sum of rewards, discounted by γλ.
         values = torch.zeros_like(values)
         next_values = torch.zeros_like(next_values)
 
     truncated = buffer["truncated"]
+    rewards = buffer["rewards"]
     advantages = gae(
         rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda
     )
@@ -449,7 +446,7 @@ def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
     `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
-    π_old, values of V before the update, advantages, returns. With --rnn all are (T, M, ...).
+    π_old, values of V before the update, advantages, returns. A recurrent policy's are (T, M, ...).
     Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,).
     """
     pi, values = model(**{name: batch[name] for name in model.inputs})
@@ -572,8 +569,8 @@ def gradient_step(model, optimizer, loss, max_grad_norm):
     loss.backward()
     average_gradients(model)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    if not math.isfinite(norm):  # stop before the weights are lost
-        raise FloatingPointError("no finite gradient: lower --learning-rate? --norm-value?")
+    if not math.isfinite(norm):  # a step would destroy the weights
+        raise FloatingPointError("no finite gradient: lower --learning-rate?")
     optimizer.step()
 
 
@@ -926,6 +923,17 @@ class RunningNorm(nn.Module):
         return self.mean + self.std * x
 
 
+def normalise_rewards(model, buffer):
+    """Divide a rollout's rewards by the σ of all discounted sums so far, Σ_k γ^k r_{t−k}.
+
+    The sums look back, so they are known at step t, and vary about as much as R_t (Engstrom et al.
+    2020, arXiv 2005.12729). The mean stays: without it the sign of a reward would change. A clip to
+    ±10 bounds rare large ones.
+    """
+    model.reward_norm.update(buffer["discounted"].flatten())
+    buffer["rewards"] = (buffer["rewards"] / model.reward_norm.std).clamp(-10, 10)
+
+
 @torch.no_grad()
 def normalise_values(model, batch, returns):
     """Update the returns' running mean and σ, and normalise the batch's values and returns by them.
@@ -957,8 +965,8 @@ def fast_act(model):
 
     layers = [*model.actor, *model.head.children()]
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    # Weights and biases are views of the model's. Those of σ are copies. They stay current because
-    # `fast_act` is called anew for each rollout.
+    # Weights, biases and mean are views of the model's tensors, sigma and std are copies. All are
+    # current, because `play` calls `fast_act` anew for each rollout.
     weights = [layer.weight.detach().numpy().T for layer in linear]
     biases = [layer.bias.detach().numpy() for layer in linear]
     discrete = isinstance(model.head, Categorical)
@@ -1137,7 +1145,8 @@ class Game:
             self.random_state = random_state(self.env)
         self.actions = []
         self.episode += 1
-        self.arrays["ended"][self.n] = True  # the episode before this one
+        # Until the next step `ended` says that `obs` is the first observation of an episode.
+        self.arrays["ended"][self.n] = True
         obs, info = reset_env(self.env, seed)
         self.show("obs", obs, info)
 
@@ -1151,7 +1160,7 @@ class Game:
         obs, reward, terminated, truncated, info = step_env(self.env, action)
         check_step(reward, terminated, truncated)
 
-        if a["ended"][n]:  # by the step before: this is the first of an episode
+        if a["ended"][n]:  # the step before ended an episode, so this one begins another
             a["episode_return"][n] = 0
             a["episode_length"][n] = 0
             a["discounted"][n] = 0
@@ -1205,7 +1214,7 @@ class Game:
             elif len(self.actions) > self.MAX_REPLAY:
                 return None
             return pickle.dumps(state)
-        except Exception:  # whatever an env raises, or has in its state
+        except Exception:  # an env may raise anything, or hold what cannot be pickled
             return None
 
     def set_state(self, state):
@@ -1249,7 +1258,12 @@ class ApiError(ValueError):
 
 def reset_env(env, seed=None):
     """Return (obs, info) of env.reset; ApiError if the env has another API."""
-    returned = env.reset(seed=seed)
+    try:
+        returned = env.reset(seed=seed)
+    except ValueError as error:
+        if "unpack (expected 2" in str(error):  # a wrapper of Gymnasium's says so
+            raise ApiError(API) from error
+        raise
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     if not is_pair or not isinstance(returned[1], dict):
         raise ApiError(API)
@@ -1320,7 +1334,7 @@ class Games:
         self.model = model
         self.arrays = {name: array[own] for name, array in arrays.items()}
         self.buffer = {name: array[:, own] for name, array in buffer.items()}
-        self.busy = None  # the game that is at work, and what it does
+        self.at_work = None  # the game that is at work, and what it does
         self.games = [Game(args, n, int(seeds[n]), arrays, **options) for n in rows]
 
     def call(self, command, *arguments, **options):
@@ -1328,9 +1342,9 @@ class Games:
         try:
             return getattr(self, command)(*arguments, **options)
         except (Exception, SystemExit) as error:
-            if self.busy is None:  # the failure is not a game's
+            if self.at_work is None:  # the failure is not a game's
                 raise
-            game, doing = self.busy
+            game, doing = self.at_work
             what = f"{game.name} ({game.place()}) failed in {doing}: {one_line(error)}"
             raise GameError(f"{what}\n{traceback.format_exc()}") from None
 
@@ -1341,20 +1355,20 @@ class Games:
         """
         problems = []
         for game in self.games:
-            self.busy = (game, "reset")
+            self.at_work = (game, "reset")
             if states is None:
                 game.start()
             else:
                 problems.append(game.resume(states[game.n]))
-        self.busy = None
+        self.at_work = None
         return [problem for problem in problems if problem]
 
     def step(self):
         """Step one game after the other."""
         for game in self.games:
-            self.busy = (game, "step")
+            self.at_work = (game, "step")
             game.step()
-        self.busy = None
+        self.at_work = None
 
     def seed(self, seed):
         """Seed this process's generators, which the games may draw from."""
@@ -1375,7 +1389,7 @@ class Games:
             try:
                 game.close()
             except (Exception, SystemExit) as error:
-                self.busy = (game, "close")
+                self.at_work = (game, "close")
                 failure = error
         if failure:
             raise failure
@@ -1408,9 +1422,9 @@ def draw_seeds(count, *entropy):
     return np.random.SeedSequence(entropy).generate_state(count) % 2**31
 
 
-def game_seeds(args, starts):
+def game_seeds(args, num_starts):
     """Return the seeds of this rank's games, (N,): other ones each time that games start anew."""
-    seeds = draw_seeds(args.num_envs, args.seed, starts)
+    seeds = draw_seeds(args.num_envs, args.seed, num_starts)
     return np.split(seeds, NUM_RANKS)[RANK]
 
 
@@ -1594,7 +1608,8 @@ def work(pipe, make_games, rows, shared):
         while command != "close" and pipe in multiprocessing.connection.wait([pipe, parent]):
             command, arguments, options = pipe.recv()
             pipe.send(games.call(command, *arguments, **options))
-    except BaseException as error:  # also what would end a process without a word
+    # SystemExit and KeyboardInterrupt, too, would end the process without a message.
+    except BaseException as error:
         if not isinstance(error, GameError):
             what = f"a worker failed: {one_line(error)}"
             error = GameError(f"{what}\n{traceback.format_exc()}")
@@ -1673,8 +1688,9 @@ def average_gradients(model):
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0}
 CHARTS = ["episodic_return", "episodic_length", "eval_return", "eval_cut", "learning_rate"]
 LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"]
-# TensorBoard shows these under the names that CleanRL has. Any other number has its own name. Ours
-# are means: of an iteration's minibatches, of the last 100 episodes. So curves may differ in level.
+# TensorBoard shows these under CleanRL's names, where it has them. Any other number has its own
+# name. Ours are means, of an iteration's minibatches and of the last 100 episodes. CleanRL's are
+# not, so curves may differ in level.
 TAGS = {"sps": "charts/SPS"}
 TAGS |= {name: f"charts/{name}" for name in CHARTS}
 TAGS |= {name: f"losses/{name}" for name in LOSSES}
@@ -1697,7 +1713,7 @@ class Run(AbstractContextManager):
 
         self.counters = dict(COUNTERS)
         self.recent = []  # (return, length) of the last 100 episodes
-        self.starts = 0  # how often games have started, which their seeds depend on
+        self.num_starts = 0  # how often games have started, which their seeds depend on
         self.signal = None
         self.saved = None  # the iteration of the last checkpoint
         self.began = None  # when the current iteration began
@@ -1735,7 +1751,7 @@ class Run(AbstractContextManager):
             dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
             self.stack.callback(dist.destroy_process_group)
 
-        seeds = game_seeds(self.args, self.starts)
+        seeds = game_seeds(self.args, self.num_starts)
         pool = make_pool(self.args, self.model, seeds, self.args.num_workers)
         self.pool = self.stack.enter_context(closing(pool))
         if RANK == 0:
@@ -1778,7 +1794,10 @@ class Run(AbstractContextManager):
             self.log(dict(self.counters))
 
     def goes_on(self):
-        """Whether another iteration is due: the run is not complete, and no rank shall stop."""
+        """Whether another iteration is due: the run is not complete, and no rank is to stop.
+
+        The ranks tell each other of signals here, and the clock of the iteration starts.
+        """
         self.began = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # a signal that any rank has received
         self.signal = agreed or self.signal
@@ -1846,19 +1865,19 @@ class Run(AbstractContextManager):
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
             "counters": self.counters,
-            "starts": self.starts,
+            "starts": self.num_starts,
             "history": json.loads(json.dumps(self.history, default=float)),  # plain numbers
             "recent": self.recent,
         }
 
     def restore(self):
-        """Go on where the checkpoint left off. Returns (arrays, states) of the games, or None."""
+        """Take over what the checkpoint has. Returns (arrays, states) of the games, or None."""
         state, games = Checkpoint(self.run_dir).load()
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.counters = state["counters"]
-        self.starts = state["starts"] + 1
+        self.num_starts = state["starts"] + 1
         self.recent = state["recent"]
         self.logger.restore(state["history"])
         self.saved = self.iteration
@@ -1878,7 +1897,9 @@ class Run(AbstractContextManager):
             pools = [pool for pool in (self.pool, self.eval_pool) if pool]
             in_games = kind is KeyboardInterrupt and any(pool.busy for pool in pools)
             unsaved = self.saved != self.iteration
-            if kind in (GameError, BrokenPipeError) or unsaved and (kind is None or in_games):
+            state_is_whole = kind is None or in_games
+            failed_outside = kind in (GameError, BrokenPipeError)
+            if failed_outside or (unsaved and state_is_whole):
                 nobody_reads_the_status = kind is BrokenPipeError and NUM_RANKS == 1
                 self.save(with_games=kind is None or nobody_reads_the_status)
 
@@ -1958,7 +1979,8 @@ class Logger:
         for name in SHOWN:
             if name in row:
                 line += f"  {name} {row[name]:,.6g}"
-        # Without a fixed number of iterations the first ones, on coarse levels, tell little.
+        # A run without a fixed number of iterations may begin with short ones, which say little
+        # about the rest.
         if done and (total or share_done > 0.1):
             left = row["wall_seconds"] * max(0, 1 / share_done - 1)
             line += f"  ETA {datetime.timedelta(seconds=round(min(left, 1e9)))}"
@@ -2021,16 +2043,17 @@ def run_path(args):
 
 
 def write_config(run_dir, args):
-    """Write config.json: options, command, versions. Returns the options that it keeps."""
+    """Write config.json: options, command, versions, folder. Returns the options that it keeps."""
     options = {name: value for name, value in vars(args).items() if name not in NOT_KEPT}
     here = Path(__file__).resolve().parent
-    git = subprocess.run(  # says nothing without git
+    git = subprocess.run(  # its output is empty where git is missing
         "git rev-parse HEAD", shell=True, cwd=here, capture_output=True, text=True
     )
     versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
     versions["python"] = sys.version.split()[0]
     versions["git_commit"] = git.stdout.strip() or None
     config = {"options": options, "command": sys.argv, "versions": versions}
+    config["folder"] = os.getcwd()
     write_file(run_dir / "config.json", json.dumps(config, indent=2).encode())
     return options
 
@@ -2147,7 +2170,7 @@ class ExportedPolicy(nn.Module):
         """Return the action as the env takes it, and with a memory its next state."""
         action, state = self.model.policy(**dict(zip(self.inputs, tensors, strict=True)))
         space = self.model.action_space
-        if isinstance(space, gym.spaces.Box):  # clip in the Box's precision, as `Game.step` does
+        if isinstance(space, gym.spaces.Box):  # clip in the Box's precision, as in rollouts
             action = action.to(torch.as_tensor(space.low).dtype)
         action = to_env(action, space, torch.as_tensor)
         return action if state is None else (action, state)
@@ -2187,7 +2210,7 @@ EXAMPLES = """
 examples:
   python ppo.py --env CartPole-v1                           train
   python ppo.py --env Hopper-v5 --norm-obs --norm-reward    train with normalised inputs
-  python ppo.py --resume RUN_DIR --num-iterations 2000      go on, for longer
+  python ppo.py --resume RUN_DIR --num-iterations 2000      resume, for longer
   python ppo.py --eval RUN_DIR --video                      evaluate, and film an episode
 """
 
@@ -2234,7 +2257,7 @@ def add_run_options(parser):
     add("--quiet", action="store_true", help="print no status lines")
 
     add = group.add_mutually_exclusive_group().add_argument
-    add("--resume", type=os.path.abspath, help="folder of a run to go on with, by its own options")
+    add("--resume", type=os.path.abspath, help="folder of a run to resume, with its own options")
     add("--eval", type=os.path.abspath, help="folder of a run whose policy's mode is evaluated")
 
     add = group.add_mutually_exclusive_group().add_argument
@@ -2313,8 +2336,10 @@ def check_eval_options(parser, args):
 
 def options_of_run(parser, argv, args, run_dir, may_change):
     """Return the options of a run, with those of argv that may change; refuse others."""
+    config = {}
     try:
-        options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
+        config |= json.loads((Path(run_dir) / "config.json").read_text())
+        options = config["options"]
         if "env" not in options:
             raise ValueError("config.json names no env")
         known = set(vars(args)) - set(NOT_KEPT)
@@ -2336,7 +2361,10 @@ def options_of_run(parser, argv, args, run_dir, may_change):
         if args.resume and NEWEST_ENTRY not in state:
             raise ValueError("it is of an older version of this script, which only --eval can use")
     except Exception as error:
-        parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
+        line = f"cannot use the run in {run_dir}: {one_line(error)}"
+        if isinstance(error, ImportError) and "folder" in config:
+            line += f"; the run was started in {config['folder']}"
+        parser.error(line)
     tell_of_other_options(missing, unknown)
     return args
 
@@ -2362,7 +2390,10 @@ def check_device(args):
 
 
 def check_run_name(parser, args):
-    """Refuse the name of a folder that exists; OSError if no folder can have this name."""
+    """Create --log-dir, and refuse the name of a folder in it that exists.
+
+    Raises OSError if no folder can have this name.
+    """
     path = run_path(args)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -211,7 +211,8 @@ def rollout(model, pool, args, generator):
             buffer[name] = recorded.to(model.device)
     add_values(model, buffer, next_obs)
     buffer = gathered(buffer)
-    return buffer, finished_episodes(buffer)
+    episodes = finished_episodes(buffer)  # takes their columns out
+    return buffer, episodes
 
 
 # What a step leads to, as the games write it and the buffer keeps it. To record another number,
@@ -325,7 +326,7 @@ def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
     `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
-    π_old, values of V before the update, advantages, returns. With --rnn all are (T, M, ...).
+    π_old, values of V before the update, advantages, returns. A recurrent policy's are (T, M, ...).
     Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,).
     """
     pi, values = model(**{name: batch[name] for name in model.inputs})
@@ -437,8 +438,8 @@ def gradient_step(model, optimizer, loss, max_grad_norm):
     loss.backward()
     average_gradients(model)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    if not math.isfinite(norm):  # stop before the weights are lost
-        raise FloatingPointError("no finite gradient: lower --learning-rate? --norm-value?")
+    if not math.isfinite(norm):  # a step would destroy the weights
+        raise FloatingPointError("no finite gradient: lower --learning-rate?")
     optimizer.step()
 
 
@@ -463,7 +464,7 @@ def make_model(args):
     bf16 = args.precision == "bf16"
     if args.precision == "auto":
         bf16 = has_bf16(device)
-    return Model(action_space, bf16).to(device)
+    return Model(action_space, bf16).to(device, torch.float32)
 
 
 def has_bf16(device):
@@ -855,7 +856,7 @@ class Games:
         self.model = model
         self.arrays = {name: array[own] for name, array in arrays.items()}
         self.buffer = {name: array[:, own] for name, array in buffer.items()}
-        self.busy = None  # the game that is at work, and what it does
+        self.at_work = None  # the game that is at work, and what it does
         self.games = [Game(args, n, int(seeds[n]), arrays, **options) for n in rows]
 
     def call(self, command, *arguments, **options):
@@ -863,9 +864,9 @@ class Games:
         try:
             return getattr(self, command)(*arguments, **options)
         except (Exception, SystemExit) as error:
-            if self.busy is None:  # the failure is not a game's
+            if self.at_work is None:  # the failure is not a game's
                 raise
-            game, doing = self.busy
+            game, doing = self.at_work
             what = f"{game.name} (seed {game.seed}) failed in {doing}: {one_line(error)}"
             raise GameError(f"{what}\n{traceback.format_exc()}") from None
 
@@ -876,20 +877,20 @@ class Games:
         """
         problems = []
         for game in self.games:
-            self.busy = (game, "reset")
+            self.at_work = (game, "reset")
             if states is None:
                 game.start()
             else:
                 problems.append(game.resume(states[game.n]))
-        self.busy = None
+        self.at_work = None
         return [problem for problem in problems if problem]
 
     def step(self):
         """Step one game after the other."""
         for game in self.games:
-            self.busy = (game, "step")
+            self.at_work = (game, "step")
             game.step()
-        self.busy = None
+        self.at_work = None
 
     def seed(self, seed):
         """Seed this process's generators, which the games may draw from."""
@@ -910,7 +911,7 @@ class Games:
             try:
                 game.close()
             except (Exception, SystemExit) as error:
-                self.busy = (game, "close")
+                self.at_work = (game, "close")
                 failure = error
         if failure:
             raise failure
@@ -943,9 +944,9 @@ def draw_seeds(count, *entropy):
     return np.random.SeedSequence(entropy).generate_state(count) % 2**31
 
 
-def game_seeds(args, starts):
+def game_seeds(args, num_starts):
     """Return the seeds of this rank's games, (N,): other ones each time that games start anew."""
-    seeds = draw_seeds(args.num_envs, args.seed, starts)
+    seeds = draw_seeds(args.num_envs, args.seed, num_starts)
     return np.split(seeds, NUM_RANKS)[RANK]
 
 
@@ -1130,7 +1131,8 @@ def work(pipe, make_games, rows, shared):
         while command != "close" and pipe in multiprocessing.connection.wait([pipe, parent]):
             command, arguments, options = pipe.recv()
             pipe.send(games.call(command, *arguments, **options))
-    except BaseException as error:  # also what would end a process without a word
+    # SystemExit and KeyboardInterrupt, too, would end the process without a message.
+    except BaseException as error:
         if not isinstance(error, GameError):
             what = f"a worker failed: {one_line(error)}"
             error = GameError(f"{what}\n{traceback.format_exc()}")
@@ -1208,8 +1210,9 @@ def average_gradients(model):
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0}
 CHARTS = ["episodic_return", "episodic_length", "eval_return", "eval_cut", "learning_rate"]
 LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"]
-# TensorBoard shows these under the names that CleanRL has. Any other number has its own name. Ours
-# are means: of an iteration's minibatches, of the last 100 episodes. So curves may differ in level.
+# TensorBoard shows these under CleanRL's names, where it has them. Any other number has its own
+# name. Ours are means, of an iteration's minibatches and of the last 100 episodes. CleanRL's are
+# not, so curves may differ in level.
 TAGS = {"sps": "charts/SPS"}
 TAGS |= {name: f"charts/{name}" for name in CHARTS}
 TAGS |= {name: f"losses/{name}" for name in LOSSES}
@@ -1232,7 +1235,7 @@ class Run(AbstractContextManager):
 
         self.counters = dict(COUNTERS)
         self.recent = []  # (return, length) of the last 100 episodes
-        self.starts = 0  # how often games have started, which their seeds depend on
+        self.num_starts = 0  # how often games have started, which their seeds depend on
         self.signal = None
         self.saved = None  # the iteration of the last checkpoint
         self.began = None  # when the current iteration began
@@ -1270,7 +1273,7 @@ class Run(AbstractContextManager):
             dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
             self.stack.callback(dist.destroy_process_group)
 
-        seeds = game_seeds(self.args, self.starts)
+        seeds = game_seeds(self.args, self.num_starts)
         pool = make_pool(self.args, self.model, seeds, self.args.num_workers)
         self.pool = self.stack.enter_context(closing(pool))
         if RANK == 0:
@@ -1313,7 +1316,10 @@ class Run(AbstractContextManager):
             self.log(dict(self.counters))
 
     def goes_on(self):
-        """Whether another iteration is due: the run is not complete, and no rank shall stop."""
+        """Whether another iteration is due: the run is not complete, and no rank is to stop.
+
+        The ranks tell each other of signals here, and the clock of the iteration starts.
+        """
         self.began = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # a signal that any rank has received
         self.signal = agreed or self.signal
@@ -1381,19 +1387,19 @@ class Run(AbstractContextManager):
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
             "counters": self.counters,
-            "starts": self.starts,
+            "starts": self.num_starts,
             "history": json.loads(json.dumps(self.history, default=float)),  # plain numbers
             "recent": self.recent,
         }
 
     def restore(self):
-        """Go on where the checkpoint left off. Returns (arrays, states) of the games, or None."""
+        """Take over what the checkpoint has. Returns (arrays, states) of the games, or None."""
         state, games = Checkpoint(self.run_dir).load()
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.counters = state["counters"]
-        self.starts = state["starts"] + 1
+        self.num_starts = state["starts"] + 1
         self.recent = state["recent"]
         self.logger.restore(state["history"])
         self.saved = self.iteration
@@ -1413,7 +1419,9 @@ class Run(AbstractContextManager):
             pools = [pool for pool in (self.pool, self.eval_pool) if pool]
             in_games = kind is KeyboardInterrupt and any(pool.busy for pool in pools)
             unsaved = self.saved != self.iteration
-            if kind in (GameError, BrokenPipeError) or unsaved and (kind is None or in_games):
+            state_is_whole = kind is None or in_games
+            failed_outside = kind in (GameError, BrokenPipeError)
+            if failed_outside or (unsaved and state_is_whole):
                 nobody_reads_the_status = kind is BrokenPipeError and NUM_RANKS == 1
                 self.save(with_games=kind is None or nobody_reads_the_status)
 
@@ -1505,7 +1513,8 @@ class Logger:
         for name in SHOWN:
             if name in row:
                 line += f"  {name} {row[name]:,.6g}"
-        # Without a fixed number of iterations the first ones, on coarse levels, tell little.
+        # A run without a fixed number of iterations may begin with short ones, which say little
+        # about the rest.
         if done and (total or share_done > 0.1):
             left = row["wall_seconds"] * max(0, 1 / share_done - 1)
             line += f"  ETA {datetime.timedelta(seconds=round(min(left, 1e9)))}"
@@ -1568,16 +1577,17 @@ def run_path(args):
 
 
 def write_config(run_dir, args):
-    """Write config.json: options, command, versions. Returns the options that it keeps."""
+    """Write config.json: options, command, versions, folder. Returns the options that it keeps."""
     options = {name: value for name, value in vars(args).items() if name not in NOT_KEPT}
     here = Path(__file__).resolve().parent
-    git = subprocess.run(  # says nothing without git
+    git = subprocess.run(  # its output is empty where git is missing
         "git rev-parse HEAD", shell=True, cwd=here, capture_output=True, text=True
     )
     versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
     versions["python"] = sys.version.split()[0]
     versions["git_commit"] = git.stdout.strip() or None
     config = {"options": options, "command": sys.argv, "versions": versions}
+    config["folder"] = os.getcwd()
     write_file(run_dir / "config.json", json.dumps(config, indent=2).encode())
     return options
 
@@ -1694,7 +1704,7 @@ class ExportedPolicy(nn.Module):
         """Return the action as the env takes it, and with a memory its next state."""
         action, state = self.model.policy(**dict(zip(self.inputs, tensors, strict=True)))
         space = self.model.action_space
-        if isinstance(space, gym.spaces.Box):  # clip in the Box's precision, as `Game.step` does
+        if isinstance(space, gym.spaces.Box):  # clip in the Box's precision, as in rollouts
             action = action.to(torch.as_tensor(space.low).dtype)
         action = to_env(action, space, torch.as_tensor)
         return action if state is None else (action, state)
@@ -1781,7 +1791,7 @@ def add_run_options(parser):
     add("--quiet", action="store_true", help="print no status lines")
 
     add = group.add_mutually_exclusive_group().add_argument
-    add("--resume", type=os.path.abspath, help="folder of a run to go on with, by its own options")
+    add("--resume", type=os.path.abspath, help="folder of a run to resume, with its own options")
     add("--eval", type=os.path.abspath, help="folder of a run whose policy's mode is evaluated")
 
     add = group.add_mutually_exclusive_group().add_argument
@@ -1860,8 +1870,10 @@ def check_eval_options(parser, args):
 
 def options_of_run(parser, argv, args, run_dir, may_change):
     """Return the options of a run, with those of argv that may change; refuse others."""
+    config = {}
     try:
-        options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
+        config |= json.loads((Path(run_dir) / "config.json").read_text())
+        options = config["options"]
         if "env" not in options:
             raise ValueError("config.json names no env")
         known = set(vars(args)) - set(NOT_KEPT)
@@ -1883,7 +1895,10 @@ def options_of_run(parser, argv, args, run_dir, may_change):
         if args.resume and NEWEST_ENTRY not in state:
             raise ValueError("it is of an older version of this script, which only --eval can use")
     except Exception as error:
-        parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
+        line = f"cannot use the run in {run_dir}: {one_line(error)}"
+        if isinstance(error, ImportError) and "folder" in config:
+            line += f"; the run was started in {config['folder']}"
+        parser.error(line)
     tell_of_other_options(missing, unknown)
     return args
 
@@ -1909,7 +1924,10 @@ def check_device(args):
 
 
 def check_run_name(parser, args):
-    """Refuse the name of a folder that exists; OSError if no folder can have this name."""
+    """Create --log-dir, and refuse the name of a folder in it that exists.
+
+    Raises OSError if no folder can have this name.
+    """
     path = run_path(args)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

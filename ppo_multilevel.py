@@ -10,7 +10,8 @@ How to read this file
     GAE, the losses, the network and the machinery are those of ppo.py. What is new stands in
     `train`, `rollout`, `update` and in the section "levels". Two schedules choose the levels.
     Masks and recurrent policies, of which shared functions speak, are only in ppo.py. Options that
-    both scripts have may have other defaults here: `make_parser` sets them.
+    both scripts have may have other defaults here: `make_parser` and `set_defaults_of_case` set
+    them.
 
 The schedule adaptive, the default
     Each iteration is PPO on one level, the one with the largest trust · ρ² / seconds. ρ is the
@@ -223,8 +224,9 @@ def add_own_options(parser):
     add(
         "--baseline",
         type=env_name,
-        help="file.py:function or module:function, obs → action: your own rule, played once in the "
-        "episodes of an evaluation, to compare the policy with",
+        help="file.py:function or module:function, obs → action: your own controller, played once "
+        "in the episodes of an evaluation, to compare the policy with (in ppo.py it is another "
+        "option)",
     )
     add(
         "--failed-reward",
@@ -298,14 +300,15 @@ def train(args, rule=None):
             paired = [roles for roles in buffers if len(roles) > 1]  # all levels but the first
             partners = [make_batch(roles[PARTNER], model, args) for roles in paired]
             batch = joined(own, partners)
-            row = {"explained_variance": explained_variance(own[0])}  # on the coarsest level
+            row = {"explained_variance": explained_variance(own[0])}  # on the plan's first level
             row["learning_rate"] = optimizer.param_groups[0]["lr"]
             if args.norm_value:
                 normalise_values(model, batch, own[0]["returns"])
             if plan.refit:
                 refit_values(model, batch)
 
-            # Learn: K epochs of minibatch steps down the telescoping sum of the levels' losses.
+            # Learn: K epochs of minibatch steps towards the better actions. Several levels have one
+            # loss, their telescoping sum.
             row |= update(model, optimizer, batch, plan, args, generator)
 
             # Only now update the mean and σ of observations. They are part of the policy, so
@@ -370,7 +373,8 @@ def rollout(model, pool, level, num_steps, args, generator):
         noise_of_actions = None if copies_actions else noise.to(model.device)
         add_values(model, buffer, noise_of_actions)
         buffers.append(gathered(buffer))
-    return buffers, finished_episodes(buffers[OWN])
+    episodes = finished_episodes(buffers[OWN])  # takes their columns out
+    return buffers, episodes
 
 
 # What a step leads to, as the games write it and the buffer keeps it. To record another number,
@@ -536,7 +540,7 @@ def losses(model, batch, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
     `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
-    π_old, values of V before the update, advantages, returns. With --rnn all are (T, M, ...).
+    π_old, values of V before the update, advantages, returns. A recurrent policy's are (T, M, ...).
     Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,).
     """
     pi, values = model(**{name: batch[name] for name in model.inputs})
@@ -610,8 +614,8 @@ def policy_change(logratio, clip_coef):
 def update(model, optimizer, batch, plan, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Returns the means of the losses."""
     if args.norm_adv == "batch":
-        coarsest = args.num_envs * plan.num_steps[0]
-        batch = batch | {"advantages": normalised(batch["advantages"], coarsest)}
+        num_first_rows = args.num_envs * plan.num_steps[0]
+        batch = batch | {"advantages": normalised(batch["advantages"], num_first_rows)}
 
     rows = []
     for _ in range(args.update_epochs):
@@ -644,11 +648,11 @@ def minibatches(batch, plan, args, generator):
     """
     sizes = (plan.num_steps, args.num_envs, args.num_minibatches)
     weights = signed_weights(*sizes, plan.controls).to(batch["obs"].device)
-    coarsest = args.num_envs * plan.num_steps[0] // args.num_minibatches
+    num_first_rows = args.num_envs * plan.num_steps[0] // args.num_minibatches
     for rows in minibatch_rows(*sizes, generator):
         mb = {name: column[rows] for name, column in batch.items()}
         if args.norm_adv == "minibatch":
-            mb["advantages"] = normalised(mb["advantages"], coarsest)
+            mb["advantages"] = normalised(mb["advantages"], num_first_rows)
         mb["weights"] = weights
         yield own_rows(mb)
 
@@ -690,13 +694,14 @@ def signed_weights(num_steps, num_envs, num_minibatches, controls):
     return torch.cat(weights).float()  # (S,)
 
 
-def normalised(advantages, coarsest):
-    """Return advantages less the mean of the first `coarsest` rows, divided by their σ.
+def normalised(advantages, num_first_rows):
+    """Return advantages less the mean of the first rows, divided by their σ.
 
-    This is one affine map for all levels, from the coarsest level's many rows. With a map of its
-    own for each level the differences between levels would be lost.
+    The first rows are those of the plan's first level. With --schedule together this is the
+    coarsest one, which has the most rows. One affine map serves all levels: with a map of its own
+    for each level the differences between levels would be lost.
     """
-    std, mean = torch.std_mean(advantages[:coarsest])
+    std, mean = torch.std_mean(advantages[:num_first_rows])
     return (advantages - mean) / (std + 1e-8)
 
 
@@ -706,8 +711,8 @@ def gradient_step(model, optimizer, loss, max_grad_norm):
     loss.backward()
     average_gradients(model)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    if not math.isfinite(norm):  # stop before the weights are lost
-        raise FloatingPointError("no finite gradient: lower --learning-rate? --norm-value?")
+    if not math.isfinite(norm):  # a step would destroy the weights
+        raise FloatingPointError("no finite gradient: lower --learning-rate?")
     optimizer.step()
 
 
@@ -786,8 +791,8 @@ class Together:
             self.controls = betas.nan_to_num().clamp(0, 1).tolist()
 
         logged = {}
-        for name, fine, partner in zip(self.args.levels[1:], own[1:], partners):
-            logged[f"levels/variance_ratio_{name}"] = float((fine - partner).var() / own[0].var())
+        for number, fine, partner in zip(self.args.levels[1:], own[1:], partners):
+            logged[f"levels/variance_ratio_{number}"] = float((fine - partner).var() / own[0].var())
         return logged
 
     def move_moments(self, own, partners):
@@ -851,11 +856,11 @@ class Adaptive:
         self.trust = [1.0 for _ in args.levels]
         self.rho = [1.0 for _ in args.levels]  # 1 until it is measured
         self.measured_at = 0.0  # when ρ was measured last, in seconds; None if it cannot be
-        self.measurements = 0  # how often
+        self.measurements = 0  # how often ρ was measured
         self.refit = False  # whether to refit V, see `refit_values`
         self.best = None  # the model's state at the best check
         self.best_optimizer = None  # the optimizer's state there
-        self.best_at = 0.0  # when that was
+        self.best_at = 0.0  # when the best check was, in seconds
         self.best_returns = None  # the returns (E,) of the best check
         self.latest_returns = None  # those of the latest check
         self.returns_before = None  # those of the best check before the window
@@ -902,10 +907,10 @@ class Adaptive:
         """Return the level, and what is known of all levels, for the log."""
         row = {"level": self.args.levels[self.level]}
         is_measured = self.measurements > 0 and self.measured_at is not None
-        for name, rho, trust in zip(self.args.levels, self.rho, self.trust):
+        for number, rho, trust in zip(self.args.levels, self.rho, self.trust):
             if is_measured:
-                row[f"levels/rho_{name}"] = rho
-            row[f"levels/trust_{name}"] = trust
+                row[f"levels/rho_{number}"] = rho
+            row[f"levels/trust_{number}"] = trust
         return row
 
     def check(self, run):
@@ -1100,9 +1105,9 @@ def play_alike(model, pool, args, number, run=None):
         report(f"{cut} episodes cut off at {EVAL_STEPS:,} steps: do they ever end?")
     returns = np.concatenate(returns, axis=1)
     shown = np.concatenate(shown, axis=1)
-    for level, name in enumerate(args.levels):
-        if not np.isfinite(returns[level]).all():
-            raise GameError(f"NaN or infinity in returns of level {name}")
+    for number, returns_of_level in zip(args.levels, returns):
+        if not np.isfinite(returns_of_level).all():
+            raise GameError(f"NaN or infinity in returns of level {number}")
     problem = problem_of_starts(model, pool, args, shown, starts)
     if run is not None:
         run.charge(pool, side_by_side=True)
@@ -1129,47 +1134,51 @@ def play_round(model, pool, args, seeds, generator):
                 pool.play(model, num_steps, level=level, until_finished=True)
         if finished.all():
             break
-    returns = first_returns(pool.arrays)[OWN]
-    ranks = gathered_objects((shown, returns, ~finished))
-    return [np.concatenate(parts, axis=1) for parts in zip(*ranks)]
+    ranks = gathered_objects((first_returns(pool.arrays)[OWN], ~finished))
+    returns, unfinished = [np.concatenate(parts, axis=1) for parts in zip(*ranks)]
+    return shown, returns, unfinished
 
 
 def start_alike(pool, args, seeds):
     """Start each actor on all levels from its own seed, (N,), and where the finest level is.
 
-    Returns this rank's first observations (L, N / ranks, D).
+    Returns the first observations (L, N, D), of all ranks.
     """
     seeds = np.broadcast_to(seeds, (2, len(args.levels), args.num_envs))
     pool.call("start", seeds=np.split(seeds, NUM_RANKS, axis=2)[RANK])
     pool.call("follow_finest")
-    return pool.arrays["obs"][OWN].copy()
+    return np.concatenate(gathered_objects(pool.arrays["obs"][OWN]), axis=1)
 
 
 # The page that says what to do about starts.
 EXAMPLES_PAGE = "tests/examples/README.md, Seeds and starts"
-SEED_VARIES = "two episodes from the same reset(seed) differ"
+SEED_VARIES = f"two episodes from the same reset(seed) differ, see {EXAMPLES_PAGE}"
+STARTS_DIFFER = f"levels start unlike from the same seed, see {EXAMPLES_PAGE}"
 
 
 def problem_of_starts(model, pool, args, shown, starts):
     """Return None, or a line on why first observations (L, E, D) are not of the same starts."""
     first_of_start = np.searchsorted(starts, starts)  # the first episode from the same start
     if not alike(shown, shown[:, first_of_start]):
-        return f"{SEED_VARIES}, see {EXAMPLES_PAGE}"
+        return SEED_VARIES
     if not varies(shown[-1]):  # what differs between starts may show after a step
-        shown = shown_after_a_step(model, pool, args)
-    if not vary_together(shown):
-        return f"levels start unlike from the same seed, see {EXAMPLES_PAGE}"
-    return None
+        seeds = draw_seeds(args.num_envs, args.seed, MEASURE_SEED)
+        shown = first_step(model, pool, args, seeds)[1]
+    return None if vary_together(shown) else STARTS_DIFFER
 
 
-def shown_after_a_step(model, pool, args):
-    """Return what the policy's mode leads to on all levels, (L, N, D), each game from its seed."""
-    start_alike(pool, args, draw_seeds(args.num_envs, args.seed, MEASURE_SEED))
-    shown = []
+def first_step(model, pool, args, seeds):
+    """Start the games of all levels from seeds, (N,), and take a step with the policy's mode.
+
+    Returns the observations before and after it, (2, L, N, D).
+    """
+    obs = start_alike(pool, args, seeds)
+    next_obs = []
     for level in range(len(args.levels)):
         pool.play(model, 1, level=level, sample=False)
-        shown.append(pool.buffer["next_obs"][OWN, 0].copy())
-    return np.concatenate(gathered_objects(np.stack(shown)), axis=1)
+        next_obs.append(pool.buffer["next_obs"][OWN, 0].copy())
+    next_obs = np.concatenate(gathered_objects(np.stack(next_obs)), axis=1)
+    return np.stack([obs, next_obs])
 
 
 def varies(rows):
@@ -1524,8 +1533,8 @@ def fast_act(model):
 
     layers = [*model.actor, *model.head.children()]
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    # Weights and biases are views of the model's. Those of σ are copies. They stay current because
-    # `fast_act` is called anew for each rollout.
+    # Weights, biases and mean are views of the model's tensors, sigma and std are copies. All are
+    # current, because `play` calls `fast_act` anew for each rollout.
     weights = [layer.weight.detach().numpy().T for layer in linear]
     biases = [layer.bias.detach().numpy() for layer in linear]
     discrete = isinstance(model.head, Categorical)
@@ -1674,13 +1683,13 @@ class Game:
 
     MAX_REPLAY = 100_000  # steps; a longer episode is not replayed when a run is resumed
 
-    def __init__(self, args, level, n, seed, arrays, video=None, **options):
-        self.name = f"{Path(args.env).name} level {level}"
+    def __init__(self, args, number, n, seed, arrays, video=None, **options):
+        self.name = f"{Path(args.env).name} level {number}"
         self.n = n
         self.seed = seed
         self.random = None  # the generator of the seeds that a pair without map_from shares
         self.arrays = arrays
-        self.env = make_env(args.env, level, **options)
+        self.env = make_env(args.env, number, **options)
         if video:
             self.env = first_episode_video(self.env, video)
 
@@ -1719,7 +1728,8 @@ class Game:
             self.random_state = random_state(self.env)
         self.actions = []
         self.episode += 1
-        self.arrays["ended"][self.n] = True  # the episode before this one
+        # Until the next step `ended` says that `obs` is the first observation of an episode.
+        self.arrays["ended"][self.n] = True
         obs, _ = reset_env(self.env, seed)
         self.show("obs", obs)
 
@@ -1758,7 +1768,7 @@ class Game:
         """Write what came of a step, and start the next episode if this one has ended."""
         a = self.arrays
         n = self.n
-        if a["ended"][n]:  # by the step before: this is the first of an episode
+        if a["ended"][n]:  # the step before ended an episode, so this one begins another
             a["episode_return"][n] = 0
             a["episode_length"][n] = 0
         a["episode_return"][n] += reward
@@ -1813,7 +1823,7 @@ class Game:
             if keeper is not None:
                 state["env"] = keeper.get_state()
             return pickle.dumps(state)
-        except Exception:  # whatever an env raises, or has in its state
+        except Exception:  # an env may raise anything, or hold what cannot be pickled
             return None
 
     def set_state(self, state):
@@ -1855,7 +1865,12 @@ class ApiError(ValueError):
 
 def reset_env(env, seed=None):
     """Return (obs, info) of env.reset; ApiError if the env has another API."""
-    returned = env.reset(seed=seed)
+    try:
+        returned = env.reset(seed=seed)
+    except ValueError as error:
+        if "unpack (expected 2" in str(error):  # a wrapper of Gymnasium's says so
+            raise ApiError(API) from error
+        raise
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     if not is_pair or not isinstance(returned[1], dict):
         raise ApiError(API)
@@ -1939,12 +1954,12 @@ class Games:
         self.buffer = {}
         for name in model.stored + RESULTS:
             self.buffer[name] = buffer[name][:, :, own_rows]
-        self.busy = None  # the game that is at work, and what it does
+        self.at_work = None  # the game that is at work, and what it does
 
         self.levels = levels
         self.own = []
         self.partners = []
-        for level, name in enumerate(levels):
+        for level, number in enumerate(levels):
             partners = []
             if is_paired(args) and level > 0:
                 member = view(arrays, PARTNER, level)
@@ -1957,7 +1972,7 @@ class Games:
             own = []
             for n in rows:
                 seed = int(seeds[OWN, level, n])
-                own.append(Game(args, name, n, seed, member, **options))
+                own.append(Game(args, number, n, seed, member, **options))
             self.own.append(own)
 
     def games_of(self, actor):
@@ -1974,18 +1989,19 @@ class Games:
         try:
             return getattr(self, command)(*arguments, **options)
         except (Exception, SystemExit) as error:
-            if self.busy is None:  # the failure is not a game's
+            if self.at_work is None:  # the failure is not a game's
                 raise
-            game, doing = self.busy
+            game, doing = self.at_work
             what = f"{game.name} ({game.place()}) failed in {doing}: {one_line(error)}"
             if doing == "step" and not isinstance(error, ApiError):
                 what += "; to go on after such steps: --failed-reward"
             raise GameError(f"{what}\n{traceback.format_exc()}") from None
 
     def start(self, states=None, seeds=None):
-        """Start all actors, from those of the N saved `states` that there are.
+        """Start all actors.
 
-        Others start from their seeds, or from new ones, (2, L, N). Returns a line for each actor
+        One with a saved state of use among the N `states` resumes there. All others start from
+        their games' seeds, which `seeds` (2, L, N) replace first. Returns a line for each actor
         whose saved state was of no use.
         """
         if seeds is not None:
@@ -2002,13 +2018,13 @@ class Games:
                 self.start_actor(actor)
             if problem:
                 problems.append(problem)
-        self.busy = None
+        self.at_work = None
         return problems
 
     def start_actor(self, actor):
         """Start an actor's games from their seeds, and its partners where the fine are."""
         for game in self.games_of(actor):
-            self.busy = (game, "reset")
+            self.at_work = (game, "reset")
             game.start(game.seed)
         for own, partners in zip(self.own, self.partners):
             if partners:
@@ -2045,15 +2061,15 @@ class Games:
             return
         has_been_reset = partner.arrays["ended"][partner.n]  # by its own end
         if starts and not has_been_reset:
-            self.busy = (partner, "reset")
+            self.at_work = (partner, "reset")
             partner.reset()
-        self.busy = (partner, "map_from")
+        self.at_work = (partner, "map_from")
         partner.env.unwrapped.map_from(fine.env.unwrapped)
         partner.show("obs", partner.env.unwrapped.psi())
 
     def start_pair(self, fine, partner):
         """Start an episode of both games of a pair from a seed that they share."""
-        self.busy = (partner, "reset")
+        self.at_work = (partner, "reset")
         seed = int(fine.random.integers(2**31))
         fine.reset(seed)
         partner.reset(seed)
@@ -2063,16 +2079,16 @@ class Games:
         for games in self.own[:-1]:
             for game, finest in zip(games, self.own[-1]):
                 if maps_states(game.env.unwrapped):
-                    self.busy = (game, "map_from")
+                    self.at_work = (game, "map_from")
                     game.env.unwrapped.map_from(finest.env.unwrapped)
                     game.show("obs", game.env.unwrapped.psi())
-        self.busy = None
+        self.at_work = None
 
     def level_names(self):
         """Return the levels as text, with the name that the simulation gives them, if it does."""
         names = []
-        for (game, *_), level in zip(self.own, self.levels):
-            name = str(level)
+        for (game, *_), number in zip(self.own, self.levels):
+            name = str(number)
             if hasattr(game.env.unwrapped, "level_name"):
                 name += f" ({game.env.unwrapped.level_name})"
             names.append(name)
@@ -2093,7 +2109,7 @@ class Games:
         if coupling is not None:
             self.step_games(self.partners[level], view(self.arrays, PARTNER, level))
             self.follow_all(level, in_each_step=coupling == "step")
-        self.busy = None
+        self.at_work = None
         # What this process has spent on the level stands in the entry of its first actor.
         self.arrays["seconds"][OWN, level, 0] += time.perf_counter() - started
 
@@ -2105,15 +2121,15 @@ class Games:
         if steps_in_batches(envs[0]) and games[0].failed_reward is None:
             for game, action in zip(games, actions):
                 game.note(action)
-            self.busy = (games[0], "step_batch")
+            self.at_work = (games[0], "step_batch")
             results = zip(*envs[0].step_batch(envs, actions), strict=True)
             for game, (obs, reward, terminated, truncated) in zip(games, results, strict=True):
-                self.busy = (game, "step_batch")
+                self.at_work = (game, "step_batch")
                 check_step(reward, terminated, truncated)
                 game.record(obs, reward, terminated, truncated)
         else:
             for game, action in zip(games, actions):
-                self.busy = (game, "step")
+                self.at_work = (game, "step")
                 game.step(action)
         arrays["steps"] += 1
 
@@ -2146,7 +2162,7 @@ class Games:
             try:
                 game.env.close()
             except (Exception, SystemExit) as error:
-                self.busy = (game, "close")
+                self.at_work = (game, "close")
                 failure = error
         if failure:
             raise failure
@@ -2224,7 +2240,7 @@ def measured_costs(args, model):
         kept_generators(),
         closing(make_pool(fewer, model, game_seeds(fewer, 0), args.num_workers)) as pool,
     ):
-        warn_of_random_starts(model, pool, len(levels))  # also does what is done once
+        warm_up(model, pool, len(levels))
         pool.call("start")
         costs = [step_seconds(model, pool, level, generator) for level in range(len(levels))]
         buffer, overhead = rollout_overhead(model, pool, fewer, generator)
@@ -2293,18 +2309,11 @@ def draw_noise(model, pool, generator):
     noise[:] = model.head.noise(T * N, generator).view(noise.shape)
 
 
-def warn_of_random_starts(model, pool, num_levels):
-    """Start the pool's games, and say so if the same seeds do not lead to the same states."""
-    shown = []
-    for _ in range(2):
-        pool.call("start")
-        for level in range(num_levels):
-            pool.play(model, 1, level=level, sample=False)
-            for name in ("obs", "next_obs"):
-                shown.append(pool.buffer[name][OWN, 0].copy())
-    first, again = np.split(np.stack(shown), 2)
-    if not alike(first, again):
-        report(f"{SEED_VARIES}, see {EXAMPLES_PAGE}")
+def warm_up(model, pool, num_levels):
+    """Start the pool's games and take a step, which may do work that is done once."""
+    pool.call("start")
+    for level in range(num_levels):
+        pool.play(model, 1, level=level, sample=False)
 
 
 def seed_generators(*entropy):
@@ -2334,13 +2343,13 @@ def draw_seeds(count, *entropy):
     return np.random.SeedSequence(entropy).generate_state(count) % 2**31
 
 
-def game_seeds(args, *starts):
+def game_seeds(args, *entropy):
     """Return the seeds of this rank's games, (2, L, N) by role, level, actor.
 
     They are other ones whenever games start anew. Partners of the first level do not exist.
     """
     L = len(args.levels)
-    drawn = draw_seeds((2 * L - 1) * args.num_envs, args.seed, *starts)
+    drawn = draw_seeds((2 * L - 1) * args.num_envs, args.seed, *entropy)
     members = iter(drawn.reshape(2 * L - 1, args.num_envs))
     seeds = np.zeros((2, L, args.num_envs), drawn.dtype)
     for level in range(L):
@@ -2537,7 +2546,8 @@ def work(pipe, make_games, rows, shared):
         while command != "close" and pipe in multiprocessing.connection.wait([pipe, parent]):
             command, arguments, options = pipe.recv()
             pipe.send(games.call(command, *arguments, **options))
-    except BaseException as error:  # also what would end a process without a word
+    # SystemExit and KeyboardInterrupt, too, would end the process without a message.
+    except BaseException as error:
         if not isinstance(error, GameError):
             what = f"a worker failed: {one_line(error)}"
             error = GameError(f"{what}\n{traceback.format_exc()}")
@@ -2617,8 +2627,9 @@ COUNTERS |= {"sim_seconds": 0.0, "sim_cost": 0.0, "total_cost": 0.0}
 CHARTS = ["episodic_return", "episodic_length", "eval_return", "eval_cut", "learning_rate"]
 CHARTS += ["check_return", "level"]
 LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"]
-# TensorBoard shows these under the names that CleanRL has. Any other number has its own name. Ours
-# are means: of an iteration's minibatches, of the last 100 episodes. So curves may differ in level.
+# TensorBoard shows these under CleanRL's names, where it has them. Any other number has its own
+# name. Ours are means, of an iteration's minibatches and of the last 100 episodes. CleanRL's are
+# not, so curves may differ in level.
 TAGS = {"sps": "charts/SPS"}
 TAGS |= {name: f"charts/{name}" for name in CHARTS}
 TAGS |= {name: f"losses/{name}" for name in LOSSES}
@@ -2651,7 +2662,7 @@ class Run(AbstractContextManager):
         self.run_dir = Path(args.resume or run_path(args))
         self.counters = dict(COUNTERS)
         self.recent = []  # (return, length) of the last 100 episodes
-        self.starts = 0  # how often games have started, which their seeds depend on
+        self.num_starts = 0  # how often games have started, which their seeds depend on
         self.signal = None
         self.saved = None  # the iteration of the last checkpoint
         self.began = None  # when the current iteration began
@@ -2700,6 +2711,9 @@ class Run(AbstractContextManager):
             self.stack.callback(dist.destroy_process_group)
 
         self.set_costs_and_length()
+        if not args.resume:
+            for hint in hints_of_start(args, self.model):
+                report(hint)
         if RANK == 0 and args.baseline and args.eval_every:
             self.baseline_return = float(baseline_returns(args).mean())
         if args.resume and self.share_done() >= 1:
@@ -2711,7 +2725,7 @@ class Run(AbstractContextManager):
             self.eval_pool = self.opened(make_eval_pool(args, self.result, **pictures))
 
         # The games of training are made last, since each pool seeds this process's generators.
-        seeds = game_seeds(args, self.starts)
+        seeds = game_seeds(args, self.num_starts)
         self.pool = self.opened(make_pool(args, self.model, seeds, args.num_workers))
         if RANK == 0:
             self.logger.open(self.stack, self.counters["global_step"] + 1)
@@ -2761,7 +2775,7 @@ class Run(AbstractContextManager):
             raise KeyboardInterrupt
 
     def begin(self):
-        """Start the games. In a new run the rule begins, too, and there are hints on scales."""
+        """Start the games. In a new run the rule begins, too, and there are hints on returns."""
         self.start_games()
         for row in self.logger.take_unfinished():
             self.log(row)
@@ -2769,8 +2783,6 @@ class Run(AbstractContextManager):
         if self.history or agreed:
             return
 
-        for hint in hints_of_scale(self.args, obs=self.pool.arrays["obs"]):
-            report(hint)
         began = time.perf_counter()
         row = self.rule.begin(self)
         self.counters["wall_seconds"] += time.perf_counter() - began
@@ -2787,7 +2799,10 @@ class Run(AbstractContextManager):
             report("nothing learned: the first check takes --total-cost")
 
     def goes_on(self):
-        """Whether another iteration is due: the run is not complete, and no rank shall stop."""
+        """Whether another iteration is due: the run is not complete, and no rank is to stop.
+
+        The ranks tell each other of signals here, and the clock of the iteration starts.
+        """
         self.began = time.perf_counter()
         agreed = max(gathered_objects(self.signal or 0))  # a signal that any rank has received
         self.signal = agreed or self.signal
@@ -2853,13 +2868,15 @@ class Run(AbstractContextManager):
         """
         seconds = np.sum(gathered_objects(self.simulated_seconds), axis=0)
         steps = np.sum(gathered_objects(self.simulated_steps), axis=0)
-        costs = self.args.level_costs
+        corrected = list(self.args.level_costs)
         finest = seconds[-1] / steps[-1]  # there was a check
         for level in np.flatnonzero(steps[:-1]):
-            costs[level] = costs[-2] * float(seconds[level] / steps[level] / finest)
+            ratio = float(seconds[level] / steps[level] / finest)
+            corrected[level] = ratio * costs_of(self.args).unit
+        self.args.level_costs = corrected  # the rule goes by these from now on
         logged = {}
-        for name, cost in zip(self.args.levels, costs):
-            logged[f"levels/step_seconds_{name}"] = cost
+        for number, cost in zip(self.args.levels, corrected):
+            logged[f"levels/step_seconds_{number}"] = cost
         return logged
 
     def check(self):
@@ -2964,7 +2981,7 @@ class Run(AbstractContextManager):
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
             "counters": self.counters,
-            "starts": self.starts,
+            "starts": self.num_starts,
             "corrects_costs": self.corrects_costs,
             "simulated_seconds": self.simulated_seconds.tolist(),
             "simulated_steps": self.simulated_steps.tolist(),
@@ -2974,14 +2991,14 @@ class Run(AbstractContextManager):
         }
 
     def restore(self):
-        """Go on where the checkpoint left off. Returns (arrays, states) of the games, or None."""
+        """Take over what the checkpoint has. Returns (arrays, states) of the games, or None."""
         state, games = Checkpoint(self.run_dir).load()
         self.model.load_state_dict(state["current"])
         self.rule.restore(state["rule"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.counters = state["counters"]
-        self.starts = state["starts"] + 1
+        self.num_starts = state["starts"] + 1
         self.corrects_costs = state["corrects_costs"]
         self.simulated_seconds = np.array(state["simulated_seconds"])
         self.simulated_steps = np.array(state["simulated_steps"])
@@ -2996,17 +3013,25 @@ class Run(AbstractContextManager):
         states = sum(self.pool.call("get_state"), [])
         return gathered_objects((self.pool.arrays, states))
 
+    def take_back_unlogged_iteration(self):
+        """Do not count an iteration that is not logged, since the check after it has failed.
+
+        A resumed run does another one with its number. What it has learned stays.
+        """
+        if self.history and self.history[-1]["iteration"] < self.iteration:
+            self.counters["iteration"] -= 1
+
     def __exit__(self, kind, _, trace):
         """Close everything. First save if `train` is done, or if its failure allows it."""
         with self.stack:
             # After a second Ctrl-C the state is whole if games were at work: no update had begun.
             in_games = kind is KeyboardInterrupt and any(pool.busy for pool in self.pools)
             unsaved = self.saved != self.iteration
-            if kind in (GameError, BrokenPipeError) or unsaved and (kind is None or in_games):
-                # An iteration whose check failed is counted, but not logged. A resumed run does one
-                # more, with this number. What the failed one has learned stays.
-                if kind and self.history and self.history[-1]["iteration"] < self.iteration:
-                    self.counters["iteration"] -= 1
+            state_is_whole = kind is None or in_games
+            failed_outside = kind in (GameError, BrokenPipeError)
+            if failed_outside or (unsaved and state_is_whole):
+                if kind:
+                    self.take_back_unlogged_iteration()
                 nobody_reads_the_status = kind is BrokenPipeError and NUM_RANKS == 1
                 self.save(with_games=kind is None or nobody_reads_the_status)
 
@@ -3086,7 +3111,8 @@ class Logger:
         for name in SHOWN:
             if name in row:
                 line += f"  {name} {row[name]:,.6g}"
-        # Without a fixed number of iterations the first ones, on coarse levels, tell little.
+        # A run without a fixed number of iterations may begin with short ones, which say little
+        # about the rest.
         if done and (total or share_done > 0.1):
             left = row["wall_seconds"] * max(0, 1 / share_done - 1)
             line += f"  ETA {datetime.timedelta(seconds=round(min(left, 1e9)))}"
@@ -3149,16 +3175,17 @@ def run_path(args):
 
 
 def write_config(run_dir, args):
-    """Write config.json: options, command, versions. Returns the options that it keeps."""
+    """Write config.json: options, command, versions, folder. Returns the options that it keeps."""
     options = {name: value for name, value in vars(args).items() if name not in NOT_KEPT}
     here = Path(__file__).resolve().parent
-    git = subprocess.run(  # says nothing without git
+    git = subprocess.run(  # its output is empty where git is missing
         "git rev-parse HEAD", shell=True, cwd=here, capture_output=True, text=True
     )
     versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
     versions["python"] = sys.version.split()[0]
     versions["git_commit"] = git.stdout.strip() or None
     config = {"options": options, "command": sys.argv, "versions": versions}
+    config["folder"] = os.getcwd()
     write_file(run_dir / "config.json", json.dumps(config, indent=2).encode())
     return options
 
@@ -3310,7 +3337,7 @@ class ExportedPolicy(nn.Module):
         """Return the action as the env takes it, and with a memory its next state."""
         action, state = self.model.policy(**dict(zip(self.inputs, tensors, strict=True)))
         space = self.model.action_space
-        if isinstance(space, gym.spaces.Box):  # clip in the Box's precision, as `Game.step` does
+        if isinstance(space, gym.spaces.Box):  # clip in the Box's precision, as in rollouts
             action = action.to(torch.as_tensor(space.low).dtype)
         action = to_env(action, space, torch.as_tensor)
         return action if state is None else (action, state)
@@ -3339,7 +3366,7 @@ def export_onnx(path, model, inputs):
 
 
 class Controller(Model):
-    """A function obs → action, the user's own rule, that plays in the policy's place."""
+    """A function obs → action, the user's own, that plays in the policy's place."""
 
     def __init__(self, obs_dim, action_space, args):
         super().__init__(obs_dim, action_space, args)
@@ -3428,18 +3455,16 @@ def analyse(args):
                 report(f"{problem}: ρ means little")
             rows = level_rows(args, names, np.concatenate(returns, axis=1), np.concatenate(starts))
             write_table(path, rows)  # an analysis that is stopped leaves what it has found
-            tell_progress(rows, number + 1, time.perf_counter() - began)
-
-    print_table(rows)
+            tell_progress(number + 1, time.perf_counter() - began)
+            print_table(rows)
     print(f"table: {path}")
     return rows
 
 
-def tell_progress(rows, number, seconds):
-    """Print ρ after a number of measurements that took so many seconds, and what is left."""
-    rho = " ".join(f"{row['rho']:.2f}" for row in rows)
+def tell_progress(number, seconds):
+    """Print after how many measurements the table below is, and how long the others will take."""
     left = seconds / number * (MEASUREMENTS - number)
-    print(f"measured {number} of {MEASUREMENTS} times: ρ {rho}, {left:.0f} s left", flush=True)
+    print(f"\nmeasured {number} of {MEASUREMENTS} times, {left:.0f} s left", flush=True)
 
 
 def level_rows(args, names, returns, starts):
@@ -3489,7 +3514,7 @@ def print_table(rows):
     for row in rows:
         table.append([cell(row, name) for name in names])
     for line in table:
-        print("".join(text.rjust(22) for text in line))
+        print("".join(text.rjust(22) for text in line), flush=True)
 
 
 def cell(row, name):
@@ -3538,17 +3563,12 @@ def check_simulation(args):
         trials.append(trial)
         advice += [f"level {name}: {problem}" for problem in problems]
 
-    problem = try_starts(args, model)
-    if problem:
-        advice.append(problem)
-    obs = np.concatenate([trial.obs for trial in trials])
-    returns = [trial.rewards.sum() for trial in trials]
-    hint = hint_of_actions(args, model.action_space)
-    if hint:
-        advice.append(hint)
-    if problem is None:
+    hints = hints_of_start(args, model)
+    advice += hints
+    if STARTS_DIFFER not in hints and SEED_VARIES not in hints:
         advice += hints_of_levels(trials)
-    advice += hints_of_scale(args, obs, returns)
+    returns = [trial.rewards.sum() for trial in trials]
+    advice += hints_of_scale(args, returns=returns)
     advice += hints_of_failed_reward(args, returns)
     advice += hints_of_ends(args, trials)
     print_scales(args, model, trials)
@@ -3570,14 +3590,15 @@ def try_level(args, model, level):
     problems = []
     with closing(trial_pool(args, model, level)) as pool:
         name = pool.call("level_names")[0][0]
-        first, again = [try_episode(model, pool) for _ in range(2)]
+        first = try_episode(model, pool, EVAL_SEED)
+        again = try_episode(model, pool, EVAL_SEED + 1)
         saved = save_in_mid_episode(model, pool, len(first.rewards) // 2)
         failures = sum(pool.call("take_failures"), [])
     problems += failures[:1]
     if not (is_usable(again.obs) and is_usable(again.rewards)):
         problems.append("NaN or over 1e15 in observations or rewards")
     if not same_episode(first, again):
-        problems.append(f"{SEED_VARIES}, see {EXAMPLES_PAGE}")
+        problems.append(SEED_VARIES)
 
     # Another pool takes up the saved game, like a run that is resumed.
     with closing(trial_pool(args, model, level)) as pool:
@@ -3592,11 +3613,15 @@ def trial_pool(args, model, level):
     return one_level_pool(args, model, np.array([EVAL_SEED]), min(1, args.num_workers), level)
 
 
-def try_episode(model, pool):
-    """Play an episode from its seed, one step after the other. Returns the Trial."""
+def try_episode(model, pool, global_seed):
+    """Play an episode from its seed, one step after the other. Returns the Trial.
+
+    `global_seed` is for the generators of `random`, NumPy and torch. The episode of a simulation
+    that can be resumed does not depend on it.
+    """
     arrays = pool.arrays
     generator = torch.Generator().manual_seed(EVAL_SEED)
-    pool.call("seed", EVAL_SEED)
+    pool.call("seed", global_seed)
     began = time.perf_counter()
     pool.call("start")
     reset_seconds = time.perf_counter() - began
@@ -3653,6 +3678,7 @@ def go_on_from(model, pool, arrays, states, noise, next_obs):
     """Take up a saved game and its next step. Returns None, or a line if it leads elsewhere."""
     for name, array in arrays.items():
         pool.arrays[name][:] = array
+    pool.call("seed", EVAL_SEED + 1)
     problems = sum(pool.call("start", states), [])
     if problems:
         return problems[0]
@@ -3663,14 +3689,31 @@ def go_on_from(model, pool, arrays, states, noise, next_obs):
     return None
 
 
-def try_starts(args, model):
-    """Return None, or a line on why the levels do not start alike; from eight seeds."""
-    few = copy.copy(args)
-    few.schedule = "adaptive"  # without partners, which finer levels would follow
-    few.num_envs = 8
-    with closing(make_pool(few, model, game_seeds(few, 0), args.num_workers)) as pool:
-        shown = start_alike(pool, few, draw_seeds(few.num_envs, args.seed))
-        return problem_of_starts(model, pool, few, shown, np.arange(few.num_envs))
+def hints_of_start(args, model):
+    """Return lines on what the first step of episodes shows to be wrong, here or in a new run.
+
+    Eight games of each level start twice from the same seeds.
+    """
+    few = changed(args, schedule="adaptive", num_envs=8 * NUM_RANKS)  # adaptive: without partners
+    seeds = draw_seeds(few.num_envs, args.seed)
+    with (
+        kept_generators(),
+        closing(make_pool(few, model, game_seeds(few, 0), args.num_workers)) as pool,
+    ):
+        first = first_step(model, pool, few, seeds)
+        again = first_step(model, pool, few, seeds)
+
+    lines = []
+    obs, next_obs = first
+    shown = obs if varies(obs[-1]) else next_obs  # what differs may show after a step
+    if not alike(first, again):
+        lines.append(SEED_VARIES)
+    elif not vary_together(shown):
+        lines.append(STARTS_DIFFER)
+    hint = hint_of_actions(args, model.action_space)
+    if hint:
+        lines.append(hint)
+    return lines + hints_of_scale(args, obs=first)
 
 
 def hints_of_levels(trials):
@@ -3758,7 +3801,7 @@ def print_scales(args, model, trials):
     space = model.action_space
     if isinstance(space, gym.spaces.Box):
         bounds = f"{space.low.min():.4g} to {space.high.max():.4g}"
-        print(f"actions: 0 ± {math.exp(args.init_log_std):.3g} at first, cut to {bounds}")
+        print(f"actions: 0 ± {math.exp(args.init_log_std):.3g} at first, clipped to {bounds}")
     else:
         print(f"actions: {space}")
 
@@ -3769,12 +3812,12 @@ def print_costs(args, costs):
     print("\nseconds of a step on each level over the workers, and of an update, as an option:")
     print(f"--level-costs {words}")
 
-    args.level_costs = costs
+    args = changed(args, level_costs=costs)
     one_level = len(args.levels) == 1
     if one_level and args.num_iterations:
         seconds = args.num_iterations * iteration_seconds(args, 0)
     elif args.schedule == "adaptive" and not args.num_iterations and not args.total_timesteps:
-        seconds = (args.total_cost or default_cost(args)) * costs[-2]
+        seconds = (args.total_cost or default_cost(args)) * costs_of(args).unit
     else:  # its iterations are not all alike
         return
     print(f"a run takes {seconds / 3600:.3g} hours, unless --hours or another length is given")
@@ -4641,7 +4684,7 @@ def add_run_options(parser):
     add("--quiet", action="store_true", help="print no status lines")
 
     add = group.add_mutually_exclusive_group().add_argument
-    add("--resume", type=os.path.abspath, help="folder of a run to go on with, by its own options")
+    add("--resume", type=os.path.abspath, help="folder of a run to resume, with its own options")
     add("--eval", type=os.path.abspath, help="folder of a run whose policy's mode is evaluated")
 
     add = group.add_mutually_exclusive_group().add_argument
@@ -4693,16 +4736,12 @@ def or_auto(kind):
 def parse_args(argv=None):
     """Parse and check the command line (default: the program's)."""
     parser = make_parser()
-    given = parser.parse_args(argv)
+    given = parser.parse_args(argv)  # it names the case, which has defaults of its own
     set_defaults_of_case(parser, given)
     args = parse_with_run(parser, argv)
     check_levels(parser, args)
     if args.analyse is not None:
-        if args.schedule == "together" or len(args.num_steps) != len(args.levels):
-            args.num_steps = args.num_steps[:1]
-        args.schedule = "adaptive"
-        args.eval_level = None
-        args.level_costs = given.level_costs
+        set_options_of_analysis(args, given)
     args.eval_level = args.eval_level or args.levels[-1]
 
     check_spaces(parser, args)
@@ -4712,9 +4751,19 @@ def parse_args(argv=None):
     check_level_costs(parser, args)
     if args.schedule == "adaptive" and not args.analyse:  # an analysed run may have been together
         check_adaptive(parser, args)
+    complete_num_steps(parser, args)
     check_num_steps(parser, args)
     set_length(parser, args)
     return args
+
+
+def set_options_of_analysis(args, given):
+    """Set what an analysis does otherwise than the run: no partners, costs as given now."""
+    if args.schedule == "together" or len(args.num_steps) != len(args.levels):
+        args.num_steps = args.num_steps[:1]
+    args.schedule = "adaptive"
+    args.eval_level = None
+    args.level_costs = given.level_costs
 
 
 def set_defaults_of_case(parser, given):
@@ -4760,10 +4809,6 @@ def check_spaces(parser, args):
             parser.error(
                 f"argument --coupling: step needs map_from, which {args.env} does not have"
             )
-    action_space = first[1]
-    hint = hint_of_actions(args, action_space)
-    if hint and not (args.resume or args.eval or args.check):  # --check says it itself
-        report(hint)
 
 
 def check_eval_level(parser, args):
@@ -4805,14 +4850,17 @@ def check_adaptive(parser, args):
         parser.error(f"argument --check-episodes: each of the {NUM_RANKS} ranks needs one")
 
 
-def check_num_steps(parser, args):
-    """Complete --num-steps to one entry per level; refuse numbers that minibatches cannot share."""
+def complete_num_steps(parser, args):
+    """Complete --num-steps to one entry per level."""
     L = len(args.levels)
     if len(args.num_steps) == 1:
         args.num_steps = args.num_steps * L
     if len(args.num_steps) != L:
         parser.error(f"argument --num-steps: one number per level of {args.levels}, or one for all")
 
+
+def check_num_steps(parser, args):
+    """Refuse numbers of steps whose rows the minibatches cannot share."""
     for level, T in enumerate(args.num_steps):
         finer = is_paired(args) and level > 0
         rows = args.num_envs * T
@@ -4902,8 +4950,10 @@ def check_analyse_options(parser, args):
 
 def options_of_run(parser, argv, args, run_dir, may_change):
     """Return the options of a run, with those of argv that may change; refuse others."""
+    config = {}
     try:
-        options = json.loads((Path(run_dir) / "config.json").read_text())["options"]
+        config |= json.loads((Path(run_dir) / "config.json").read_text())
+        options = config["options"]
         if "env" not in options:
             raise ValueError("config.json names no env")
         known = set(vars(args)) - set(NOT_KEPT)
@@ -4925,7 +4975,10 @@ def options_of_run(parser, argv, args, run_dir, may_change):
         if args.resume and NEWEST_ENTRY not in state:
             raise ValueError("it is of an older version of this script, which only --eval can use")
     except Exception as error:
-        parser.error(f"cannot use the run in {run_dir}: {one_line(error)}")
+        line = f"cannot use the run in {run_dir}: {one_line(error)}"
+        if isinstance(error, ImportError) and "folder" in config:
+            line += f"; the run was started in {config['folder']}"
+        parser.error(line)
     tell_of_other_options(missing, unknown)
     return args
 
@@ -4948,7 +5001,10 @@ def check_device(args):
 
 
 def check_run_name(parser, args):
-    """Refuse the name of a folder that exists; OSError if no folder can have this name."""
+    """Create --log-dir, and refuse the name of a folder in it that exists.
+
+    Raises OSError if no folder can have this name.
+    """
     path = run_path(args)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

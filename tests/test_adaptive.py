@@ -826,7 +826,7 @@ def test_game_that_fails_in_a_check(tmp_path, monkeypatch, length):
     assert state["counters"]["sim_cost"] > state["history"][-1]["sim_cost"]
     resumed = ml.train(ml.parse_args(["--resume", str(run_dir), "--quiet"]))
     assert [row["iteration"] for row in resumed.history] == [*range(41)]
-    assert resumed.starts == 1
+    assert resumed.num_starts == 1
     assert resumed.history[-1]["check_return"] and resumed.history[-1]["eval_return"]
 
 

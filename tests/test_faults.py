@@ -93,7 +93,7 @@ def test_game_that_fails_once(script, tmp_path, capsys, monkeypatch, how):
     assert line.startswith("all games start new episodes")
     assert [row["iteration"] for row in run.history] == [1, 2, 3]
     assert [row["iteration"] for row in rows(run_dir)] == ["1", "2", "3"]
-    assert run.starts == 1
+    assert run.num_starts == 1
     drawn = [script.game_seeds(run.args, starts) for starts in (0, 1)]
     members = 2 * 2 - 1 if script is ppo_multilevel else 1  # there is no partner on level 1
     assert len({*np.ravel(drawn)} - {0}) == 2 * members * 4

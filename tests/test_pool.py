@@ -455,7 +455,7 @@ def test_run_that_is_stopped_at_once(script, tmp_path, monkeypatch, where):
         state = script.Checkpoint(run_dir).read()
         assert state["counters"]["iteration"] == 2 and state["games"] is None
         run = script.train(script.parse_args(["--resume", str(run_dir), "--quiet"]))
-        assert [run.iteration, run.starts] == [3, 1]
+        assert [run.iteration, run.num_starts] == [3, 1]
 
 
 @linux

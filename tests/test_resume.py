@@ -219,7 +219,7 @@ def test_games_that_cannot_be_replayed(tmp_path, capsys, monkeypatch):
         err = capsys.readouterr().err
         assert err.startswith("4 of 4 games start new episodes: ") and err.count("\n") == 1
         assert "playing its actions again led elsewhere" in err
-        assert run.starts == starts
+        assert run.num_starts == starts
         own = ppo.game_seeds(run.args, starts)
         seeds |= {*own}
         first = [gym.make("envs:Secret-v0").reset(seed=int(seed))[0] for seed in own]
@@ -247,7 +247,7 @@ def test_games_that_cannot_be_restored(script, tmp_path, capsys, damage):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("all games start new episodes: ")
     assert iterations(resumed) == [1, 2, 3]
-    assert resumed.starts == 1
+    assert resumed.num_starts == 1
     assert script.Checkpoint(run_dir).read()["games"] is not None
     resume(script, run_dir, "--num-iterations", "4")
     assert capsys.readouterr().err == ""
@@ -342,7 +342,7 @@ def test_games_without_a_state(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(ppo, "rollout", watched)
     capsys.readouterr()
-    assert resume(ppo, run_dir, "--num-iterations", "4").starts == 1
+    assert resume(ppo, run_dir, "--num-iterations", "4").num_starts == 1
     assert "4 of 4 games start new episodes: its state was not saved" in capsys.readouterr().err
     for t, expected in enumerate([1, 1.99]):  # CartPole's rewards are 1, γ is 0.99
         assert buffers[0]["discounted"][t].tolist() == pytest.approx([expected] * 4)

@@ -184,7 +184,8 @@ def comparison(case, curves, run):
     The budgets are 20 times, evenly spaced on a log scale, from one iteration on the finest level
     to the end of the rule's runs. Returns the budgets (20,), the factors (20,): how much longer the
     run takes to a budget's best result than the first single level that has it; infinite if it
-    never does; and the shortfalls (20,): how far it is below the best result at the budget.
+    never does, NaN where the best result is not yet 5 % of what single levels gain by the end; and
+    the shortfalls (20,): how far it is below the best result at the budget.
     """
     end = np.mean([seconds[-1] for seconds, *_ in curves[f"{case}-adaptive"].values()])
     rows = 800 if case in learn_ressim.CLASSES else ROWS
@@ -195,6 +196,8 @@ def comparison(case, curves, run):
     singles = [name for name in curves if "-only-" in name]
     best = np.max([mean_curve(curves[name], times) for name in singles], axis=0)
     own = mean_curve(curves[run], times)
+    start = np.mean([returns[0] for name in singles for *_, returns in curves[name].values()])
+    least = start + 0.05 * (best[-1] - start)
 
     factors = []
     shortfalls = []
@@ -202,7 +205,8 @@ def comparison(case, curves, run):
         result = best[times <= budget * (1 + 1e-9)].max()
         seconds = first(times, own, result)
         ratio = seconds / first(times, best, result)
-        factors.append(np.inf if np.isnan(ratio) else ratio)
+        ratio = np.inf if np.isnan(ratio) else ratio
+        factors.append(ratio if result >= least else np.nan)
         shortfalls.append(result - own[times <= budget * (1 + 1e-9)][-1])
     return budgets, np.array(factors), np.array(shortfalls)
 
@@ -221,9 +225,9 @@ def adaptive():
         curves = recorded(case)
         budgets, factors, shortfalls = comparison(case, curves, f"{case}-adaptive")
         late = budgets >= budgets[-1] / 10
-        worst = np.flatnonzero(late)[factors[late].argmax()]
+        worst = np.flatnonzero(late)[np.nanargmax(factors[late])]
         most = np.flatnonzero(late)[shortfalls[late].argmax()]
-        cells = [title, factor(np.median(factors)), factor(factors[worst])]
+        cells = [title, factor(np.nanmedian(factors)), factor(factors[worst])]
         cells.append(f"{budgets[worst]:.3g}")
         if shortfalls[most] > 0:
             cells += [f"{shortfalls[most]:{digits(case)}}", f"{budgets[most]:.3g}"]
@@ -241,14 +245,14 @@ def adaptive():
 
 def verdict():
     """The same in short, for README."""
-    header = ["simulation", "factor in time: median", "worst", "end: adaptive rule"]
-    header += ["best coarse level alone", "finest level alone"]
+    header = ["simulation", "factor in time: median", "worst, after the first tenth"]
+    header += ["end: adaptive rule", "best coarse level alone", "finest level alone"]
     rows = []
     for case, title in TITLES.items():
         curves = recorded(case)
         budgets, factors, _ = comparison(case, curves, f"{case}-adaptive")
         late = budgets >= budgets[-1] / 10
-        cells = [title, factor(np.median(factors)), factor(factors[late].max())]
+        cells = [title, factor(np.nanmedian(factors)), factor(np.nanmax(factors[late]))]
         for run in (f"{case}-adaptive", best_coarse(case, curves), reference(case)):
             ends = spread(final(curves[run]), digits(case))
             name = "" if "adaptive" in run else f"{grid(case, int(run[-1]))}: "
@@ -275,8 +279,8 @@ def behind():
                 continue
             budgets, factors, shortfalls = comparison(case, curves, run)
             late = budgets >= budgets[-1] / 10
-            cells = [title, methods(case)[run], factor(np.median(factors))]
-            cells.append(factor(factors[late].max()))
+            cells = [title, methods(case)[run], factor(np.nanmedian(factors))]
+            cells.append(factor(np.nanmax(factors[late])))
             cells.append(f"{shortfalls[late].max():{digits(case)}}")
             rows.append(cells)
     return markdown(header, rows)

@@ -1,7 +1,8 @@
 """A simulation that is an external program, with input, result and restart files.
 
+    python ppo_multilevel.py --env tests/examples/external_program.py:Pipe --levels 1 3 5 --check
     python ppo_multilevel.py --env tests/examples/external_program.py:Pipe --levels 1 3 5 \\
-        --num-envs 8 --num-steps 10 --save-every 1
+        --num-envs 8 --num-steps 10 --num-workers 0 --save-every 1 --hours 0.4
 
 Copy this file if your solver can only be started from the command line. The program is
 external_solver.py beside this file: water flows through a pipe of 8 · 2^level cells, and four
@@ -15,9 +16,10 @@ What the class does for the program
     started (`mpirun` starts many). These are a process group because of `start_new_session`. The
     new session also keeps Ctrl-C in the terminal from the program: the script ends only after the
     iteration, and a step that is cut short would spoil it.
-    Errors: a timeout, an exit code other than 0, missing results and NaN raise RuntimeError, which
-    ends the training with a checkpoint. If actions can make your solver fail, do not raise: return
-    the last good observation, a reward worse than going on, and terminated = True.
+    Errors: a timeout, an exit code other than 0, missing results and NaN raise RuntimeError. This
+    ends the training, with a checkpoint. If actions can make your solver fail, let it raise, and
+    train with `--failed-reward R`: then only the episode ends, with the reward R, which must be
+    worse than a whole episode.
 
 It works on Linux and macOS. Windows has no `os.killpg`: use `process.kill()` there.
 """
@@ -43,7 +45,8 @@ class Pipe(gym.Env):
     action_space = gym.spaces.Box(-1, 1, (4,), np.float32)
 
     command = (sys.executable, str(Path(__file__).resolve().with_name("external_solver.py")))
-    timeout = 60.0  # seconds for one run of the program
+    # Seconds for one run of the program: several times the longest step when all workers are busy.
+    timeout = 60.0
     safety = 0.5  # time step of the solver as a share of the largest stable one
 
     def __init__(self, level):

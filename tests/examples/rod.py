@@ -1,9 +1,10 @@
-"""Heat in a rod, the simulation of the README's section "Your own simulation, as levels".
+"""Heat in a rod, the simulation of the README's section "Your own simulation".
 
     python ppo_multilevel.py --env tests/examples/rod.py:Rod --levels 1 2 3 --analyse
     python ppo_multilevel.py --env tests/examples/rod.py:Rod --levels 1 2 3
 
-The first command takes a minute and prints which levels pay. The second trains for ten minutes.
+The first command takes a minute and prints which levels pay. The second trains, for five minutes or
+more.
 
 Physics
     Four heaters shall hold a rod with cold ends at the temperature 1:
