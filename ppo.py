@@ -511,15 +511,15 @@ def update(model, optimizer, batch, args, generator):
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
 
-    rows = []
+    logged = []
     for _ in range(args.update_epochs):
         epoch, completed = run_epoch(model, optimizer, batch, args, generator)
-        rows += epoch
+        logged += epoch
         if args.adaptive_lr:
             adapt_learning_rates(optimizer, mean_row(epoch)["approx_kl"], args.adaptive_lr)
         if not completed:
             break
-    return mean_row(rows)
+    return mean_row(logged)
 
 
 def run_epoch(model, optimizer, batch, args, generator):
@@ -527,14 +527,14 @@ def run_epoch(model, optimizer, batch, args, generator):
 
     Returns the list of the minibatches' numbers, and whether the epoch was completed.
     """
-    rows = []
+    logged = []
     for mb in minibatches(batch, args, generator):
         loss, row = minibatch_loss(model, mb, args)
-        rows.append({name: averaged(value.detach()) for name, value in row.items()})
-        if args.target_kl and rows[-1]["approx_kl"] > args.target_kl:
-            return rows, False
+        logged.append({name: averaged(value.detach()) for name, value in row.items()})
+        if args.target_kl and logged[-1]["approx_kl"] > args.target_kl:
+            return logged, False
         gradient_step(model, optimizer, loss, args.max_grad_norm)
-    return rows, True
+    return logged, True
 
 
 def minibatches(batch, args, generator):
@@ -1717,7 +1717,10 @@ class Run(AbstractContextManager):
         self.signal = None
         self.saved = None  # the iteration of the last checkpoint
         self.began = None  # when the current iteration began
-        self.eval_pool = None
+        self.asked = None  # when a signal asked the run to stop
+        self.pool = None  # the games of training
+        self.eval_pool = None  # the games of the last evaluation
+        self.saved_games = None  # those of a run that is resumed
 
         self.logger = Logger(self.run_dir, args)
         with ExitStack() as self.stack:  # it closes what is open if this block fails
@@ -1745,7 +1748,8 @@ class Run(AbstractContextManager):
                 before = signal.signal(signum, self.stop)
                 self.stack.callback(signal.signal, signum, before)
 
-        self.saved_games = self.restore() if self.args.resume else None
+        if self.args.resume:
+            self.saved_games = self.restore()
         if NUM_RANKS > 1:
             backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backends, timeout=datetime.timedelta(days=1))

@@ -52,9 +52,8 @@ What a simulation is
 Notation and shapes
     L levels, T^l steps on level l (--num-steps), N actors (--num-envs), B minibatches of M^l rows
     of level l, S rows in all. D observation entries, A action entries, as in ppo.py.
-    In what learns, `level` is an index from 0, and `args.levels[level]` is the number by which the
-    simulation knows it. Where environments are made (`make_env`, `Game`, `one_level_pool`, --check)
-    `level` is that number itself.
+    `level` is an index from 0. `number`, which is `args.levels[level]`, is what a simulation knows
+    the level by: 1, 2, 3 and so on.
     A game is one simulation. An actor has its own game on each level and, with --schedule
     together, a partner on each level but the first: a game one level below. Own game and partner
     are a pair, in which the own game is the fine one. OWN and PARTNER are their roles.
@@ -617,13 +616,13 @@ def update(model, optimizer, batch, plan, args, generator):
         num_first_rows = args.num_envs * plan.num_steps[0]
         batch = batch | {"advantages": normalised(batch["advantages"], num_first_rows)}
 
-    rows = []
+    logged = []
     for _ in range(args.update_epochs):
         epoch, completed = run_epoch(model, optimizer, batch, plan, args, generator)
-        rows += epoch
+        logged += epoch
         if not completed:
             break
-    return mean_row(rows)
+    return mean_row(logged)
 
 
 def run_epoch(model, optimizer, batch, plan, args, generator):
@@ -631,14 +630,14 @@ def run_epoch(model, optimizer, batch, plan, args, generator):
 
     Returns the list of the minibatches' numbers, and whether the epoch was completed.
     """
-    rows = []
+    logged = []
     for mb in minibatches(batch, plan, args, generator):
         loss, row = minibatch_loss(model, mb, args)
-        rows.append({name: averaged(value.detach()) for name, value in row.items()})
-        if args.target_kl and rows[-1]["approx_kl"] > args.target_kl:
-            return rows, False
+        logged.append({name: averaged(value.detach()) for name, value in row.items()})
+        if args.target_kl and logged[-1]["approx_kl"] > args.target_kl:
+            return logged, False
         gradient_step(model, optimizer, loss, args.max_grad_norm)
-    return rows, True
+    return logged, True
 
 
 def minibatches(batch, plan, args, generator):
@@ -1592,17 +1591,17 @@ def keep_freed_memory():
 
 
 # ------------------------------------------------------------------------------------ games
-def make_env(env_id, level, **options):
-    """Return the simulation `env_id` at a level; its maker gets those `options` that it knows.
+def make_env(env_id, number, **options):
+    """Return the simulation `env_id` on the level of a number; its maker gets `options` it knows.
 
-    Raises ValueError if it is none, or has spaces that the model does not know.
+    Raises ValueError if it is no Gymnasium env, or has spaces that the model does not know.
     """
     make = load_make(env_id)
     parameters = inspect.signature(make).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if not takes_all:
         options = {name: value for name, value in options.items() if name in parameters}
-    env = make(level=level, **options)
+    env = make(level=number, **options)
 
     if not isinstance(env, gym.Env):
         raise ValueError(f"{env_id} returned {env!r}, which is no Gymnasium env")
@@ -2666,13 +2665,18 @@ class Run(AbstractContextManager):
         self.signal = None
         self.saved = None  # the iteration of the last checkpoint
         self.began = None  # when the current iteration began
+        self.asked = None  # when a signal asked the run to stop
         self.corrects_costs = False  # whether they were measured, for --schedule adaptive
         # What this rank's games have simulated so far, by level. A partner simulates one level
         # below, but its seconds count with those of its pair.
         self.simulated_seconds = np.zeros(len(args.levels))
         self.simulated_steps = np.zeros(len(args.levels))
         self.baseline_return = None  # the mean return of --baseline
+        self.pool = None  # the games of training
+        self.check_pool = None  # those of checks, on the finest level
+        self.eval_pool = None  # those of evaluations
         self.pools = []  # all pools that are open
+        self.saved_games = None  # those of a run that is resumed
         self.logger = Logger(self.run_dir, args)
         with ExitStack() as self.stack:  # it closes what is open if this block fails
             self.open()
@@ -2704,7 +2708,8 @@ class Run(AbstractContextManager):
                 self.stack.callback(signal.signal, signum, before)
 
         args = self.args
-        self.saved_games = self.restore() if args.resume else None
+        if args.resume:
+            self.saved_games = self.restore()
         if NUM_RANKS > 1:
             backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
@@ -2712,8 +2717,9 @@ class Run(AbstractContextManager):
 
         self.set_costs_and_length()
         if not args.resume:
-            for hint in hints_of_start(args, self.model):
-                report(hint)
+            with suppress(GameError):  # the run itself will meet it
+                for hint in hints_of_start(args, self.model):
+                    report(hint)
         if RANK == 0 and args.baseline and args.eval_every:
             self.baseline_return = float(baseline_returns(args).mean())
         if args.resume and self.share_done() >= 1:
@@ -3231,10 +3237,10 @@ def make_check_pool(args, model):
     return one_level_pool(args, model, seeds, args.num_workers, finest, validation=True)
 
 
-def one_level_pool(args, model, seeds, num_workers, level, **options):
-    """Return the pool of one game per seed on a level, with arrays (E, ...)."""
+def one_level_pool(args, model, seeds, num_workers, number, **options):
+    """Return the pool of one game per seed on the level of a number, with arrays (E, ...)."""
     seeds = np.stack([seeds, seeds])[:, np.newaxis]  # (2, 1, E): there are no partners
-    options |= {"levels": [level], "num_steps": EVAL_CHUNK}
+    options |= {"levels": [number], "num_steps": EVAL_CHUNK}
     pool = make_pool(args, model, seeds, num_workers, **options)
     pool.arrays = view(pool.arrays, OWN, 0)
     return pool
@@ -3557,15 +3563,17 @@ def check_simulation(args):
     trials = []
     advice = []
     print_row(["level", "reset s", "first step s", "other steps s", "steps", "end", "return"])
-    for level in args.levels:
-        name, trial, problems = try_level(args, model, level)
+    for number in args.levels:
+        name, trial, problems = try_level(args, model, number)
         print_row([name, *trial_cells(trial)])
         trials.append(trial)
         advice += [f"level {name}: {problem}" for problem in problems]
 
-    hints = hints_of_start(args, model)
-    advice += hints
-    if STARTS_DIFFER not in hints and SEED_VARIES not in hints:
+    for hint in hints_of_start(args, model):
+        if not any(line.endswith(hint) for line in advice):  # some are told of a level already
+            advice.append(hint)
+    starts_agree = not any(line.endswith((SEED_VARIES, STARTS_DIFFER)) for line in advice)
+    if starts_agree:
         advice += hints_of_levels(trials)
     returns = [trial.rewards.sum() for trial in trials]
     advice += hints_of_scale(args, returns=returns)
@@ -3582,13 +3590,13 @@ def check_simulation(args):
         print(line)
 
 
-def try_level(args, model, level):
+def try_level(args, model, number):
     """Play two episodes of one seed on a level, and save a game in the middle of a third.
 
     Returns the level's name, the second episode's Trial, and lines on what is wrong.
     """
     problems = []
-    with closing(trial_pool(args, model, level)) as pool:
+    with closing(trial_pool(args, model, number)) as pool:
         name = pool.call("level_names")[0][0]
         first = try_episode(model, pool, EVAL_SEED)
         again = try_episode(model, pool, EVAL_SEED + 1)
@@ -3601,16 +3609,16 @@ def try_level(args, model, level):
         problems.append(SEED_VARIES)
 
     # Another pool takes up the saved game, like a run that is resumed.
-    with closing(trial_pool(args, model, level)) as pool:
+    with closing(trial_pool(args, model, number)) as pool:
         problem = go_on_from(model, pool, *saved)
     if problem:
         problems.append(f"a resumed run starts a new episode: {problem}")
     return name, again, problems
 
 
-def trial_pool(args, model, level):
+def trial_pool(args, model, number):
     """Return the pool of one game on a level, in a worker if a run has workers."""
-    return one_level_pool(args, model, np.array([EVAL_SEED]), min(1, args.num_workers), level)
+    return one_level_pool(args, model, np.array([EVAL_SEED]), min(1, args.num_workers), number)
 
 
 def try_episode(model, pool, global_seed):
@@ -4798,13 +4806,13 @@ def check_levels(parser, args):
 def check_spaces(parser, args):
     """Refuse levels with other spaces than the first, and a --coupling that the env cannot do."""
     first = None
-    for level in sorted({*args.levels, args.eval_level}):
-        with closing(make_env(args.env, level)) as env:
+    for number in sorted({*args.levels, args.eval_level}):
+        with closing(make_env(args.env, number)) as env:
             spaces = (env.observation_space, env.action_space)
             maps = maps_states(env.unwrapped)
         first = first or spaces
         if spaces != first:
-            parser.error(f"argument --levels: level {level} has {spaces}, not {first}")
+            parser.error(f"argument --levels: level {number} has {spaces}, not {first}")
         if args.coupling == "step" and not maps:
             parser.error(
                 f"argument --coupling: step needs map_from, which {args.env} does not have"

@@ -128,6 +128,15 @@ class OldStep(Small):
     old_step = True
 
 
+class OldPlane(OldReset):
+    """Its observations are no vectors, so that a wrapper flattens them, and unpacks what it gets."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3, 2), np.float32)
+
+    def see(self):
+        return np.zeros((3, 2), np.float32)
+
+
 class Shop(Small):
     """Three actions, the third is forbidden and pays 1. The mask comes in some form."""
 
@@ -198,6 +207,7 @@ ENVS = {
     "Reward-decimal": (Reward, {"reward": decimal.Decimal(1)}),
     "OldReset": (OldReset, {}),
     "OldStep": (OldStep, {}),
+    "OldPlane": (OldPlane, {}),
     "Shop-flags": (Shop, {"mask": [1, 1, 0]}),
     "Shop-additive": (Shop, {"mask": [0, 0, -INFINITE]}),
     "Shop-large": (Shop, {"mask": [0, 0, -1e9]}),

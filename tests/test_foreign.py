@@ -2,6 +2,7 @@
 
 import functools
 import random
+import sys
 
 import envs_foreign
 import numpy as np
@@ -154,6 +155,12 @@ def test_old_api(script, name, tmp_path):
     assert "reset must return (obs, info), step (obs, reward, terminated," in first_line
 
 
+def test_old_api_under_a_wrapper(tmp_path):
+    """The same where a wrapper of Gymnasium's unpacks what the env returns."""
+    with pytest.raises(ppo.GameError, match="reset must return .obs, info., step"):
+        ppo.train(parse(ppo, tmp_path, "OldPlane"))
+
+
 @pytest.mark.parametrize("kind", ["none", "list", "tuple", "decimal"])
 def test_rewards_that_are_no_numbers(kind, tmp_path):
     """They are named as arrays are."""
@@ -265,6 +272,26 @@ def test_no_float64_on_mps(script, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         parse(script, tmp_path, "Bit-utm" if script is ppo else "Bit", "--norm-obs", "--device=mps")
     assert "--norm-obs: needs float64" in capsys.readouterr().err
+
+
+MODULE = """
+import gymnasium
+import envs_foreign
+gymnasium.register("Mine-v0", envs_foreign.Small)
+"""
+
+
+def test_eval_away_from_the_module(tmp_path, monkeypatch, capsys):
+    """The line says where the run was started, which is where the module lies."""
+    (tmp_path / "my_module.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = ppo.train(parse(ppo, tmp_path, "Small", "--env", "my_module:Mine-v0"))
+    monkeypatch.undo()
+    sys.modules.pop("my_module")
+    with pytest.raises(SystemExit):
+        ppo.parse_args(["--eval", str(run.run_dir)])
+    assert f"the run was started in {tmp_path}\n" in capsys.readouterr().err
 
 
 WANDERER = """

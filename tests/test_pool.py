@@ -210,7 +210,9 @@ def test_game_that_raises(script, tmp_path, bad_env, where, num_workers):
     first, *rest = str(error.value).splitlines()
     assert env in first
     assert ("level 2" in first) == (script is ppo_multilevel)
-    assert re.search(rf"\(seed \d+.*\) failed in {where}: RuntimeError: broken on purpose", first)
+    place = "" if script is ppo_atari else r", episode \d+, after \d+ steps"
+    reason = "RuntimeError: broken on purpose"
+    assert re.search(rf"\(seed \d+{place}\) failed in {where}: {reason}", first)
     assert rest[0].startswith("Traceback") and "broken on purpose" in rest[-1]
     assert ("test_pool.py" if script is ppo_atari else "envs.py") in str(error.value)
     if where == "step":  # training had begun
