@@ -1430,14 +1430,18 @@ def game_seeds(args, num_starts):
 
 def make_pool(args, model, seeds, num_workers, num_steps=None, **options):
     """Return the pool of one game per seed, with a buffer for `num_steps` steps (default: T)."""
-    D = (model.obs_dim,)
-    A = model.head.shape
-    S = (model.memory.size,) if model.memory else ()
+    obs_shape = (model.obs_dim,)
+    action_shape = model.head.shape
+    state_shape = (model.memory.size,) if model.memory else ()
     obs_type = "float64" if args.norm_obs else "float32"
     action_type = "int64" if num_choices(model.action_space) else "float32"
 
     # Shape and type of what one game shows and does.
-    entries = {"obs": (D, obs_type), "next_obs": (D, obs_type), "actions": (A, action_type)}
+    entries = {
+        "obs": (obs_shape, obs_type),
+        "next_obs": (obs_shape, obs_type),
+        "actions": (action_shape, action_type),
+    }
     for name in ("rewards", "discounted"):
         entries[name] = ((), "float32")
     for name in ("terminated", "truncated", "ended", "finished", "starts"):
@@ -1446,7 +1450,7 @@ def make_pool(args, model, seeds, num_workers, num_steps=None, **options):
         entries[name] = ((), "float64")
     entries["episode_length"] = ((), "int64")
     for name in ("state", "next_state"):
-        entries[name] = (S, "float32")
+        entries[name] = (state_shape, "float32")
     entries["action_mask"] = ((model.head.n,), "bool")
     entries["noise"] = ((model.head.n,), "float32")
 

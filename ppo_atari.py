@@ -105,25 +105,57 @@ def add_own_options(parser):
     count = integer(1)
     probability = real(0, 1)
     precisions = ("auto", "fp32", "bf16")
-    name = "game, also as BreakoutNoFrameskip-v4 or ALE/Breakout-v5"
-    add("--env", type=game_name, default="Breakout", help=name)
+    add(
+        "--env",
+        type=game_name,
+        default="Breakout",
+        help="game, also as BreakoutNoFrameskip-v4 or ALE/Breakout-v5",
+    )
     add("--num-steps", type=integer(1, 100_000), default=128, help="T, steps per game and rollout")
     add("--frameskip", type=count, default=4, help="frames that an action lasts; Gymnasium's v5: 4")
-    sticky = "probability that a frame repeats the last action; v5: 0.25"
-    add("--sticky-actions", type=probability, default=0.0, help=sticky)
-    every = "use all 18 actions, also those that the game ignores"
-    add("--full-action-space", action=FLAG, default=False, help=every)
-    life = "an episode ends with a life; Gymnasium: off"
-    add("--episodic-life", action=FLAG, default=True, help=life)
-    noops = "a game begins with 1 to so many no-ops; v5: 0"
-    add("--noop-max", type=integer(0, 1000), default=30, help=noops)
-    fire = "an episode starts with FIRE if the game has it; Gymnasium: off"
-    add("--fire", action=FLAG, default=True, help=fire)
-    clip = "lower ε linearly to 0 over the run, as the learning rate"
-    add("--anneal-clip", action=FLAG, default=True, help=clip)
+    add(
+        "--sticky-actions",
+        type=probability,
+        default=0.0,
+        help="probability that a frame repeats the last action; v5: 0.25",
+    )
+    add(
+        "--full-action-space",
+        action=FLAG,
+        default=False,
+        help="use all 18 actions, also those that the game ignores",
+    )
+    add(
+        "--episodic-life",
+        action=FLAG,
+        default=True,
+        help="an episode ends with a life; Gymnasium: off",
+    )
+    add(
+        "--noop-max",
+        type=integer(0, 1000),
+        default=30,
+        help="a game begins with 1 to so many no-ops; v5: 0",
+    )
+    add(
+        "--fire",
+        action=FLAG,
+        default=True,
+        help="an episode starts with FIRE if the game has it; Gymnasium: off",
+    )
+    add(
+        "--anneal-clip",
+        action=FLAG,
+        default=True,
+        help="lower ε linearly to 0 over the run, as the learning rate",
+    )
     add("--precision", choices=precisions, default="auto", help="auto: bf16 if that is faster")
-    compiled = "torch.compile the loss, for GPUs; it needs a C++ compiler"
-    add("--compile", action=FLAG, default=False, help=compiled)
+    add(
+        "--compile",
+        action=FLAG,
+        default=False,
+        help="torch.compile the loss, for GPUs; it needs a C++ compiler",
+    )
 
 
 # ------------------------------------------------------------------------------------ train

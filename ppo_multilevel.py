@@ -2049,17 +2049,17 @@ class Games:
             states.append(saved if complete else None)
         return states
 
-    def follow(self, fine, partner, starts=True):
+    def follow(self, fine, partner, new_episode=True):
         """Have a partner take over the state of its fine game (D&E, Algorithm 5, line 18).
 
-        `starts` says that the fine game has just started an episode. Without map_from a common seed
+        `new_episode` says that the fine game has just started one. Without map_from a common seed
         starts both.
         """
-        if starts and not maps_states(partner.env.unwrapped):
+        if new_episode and not maps_states(partner.env.unwrapped):
             self.start_pair(fine, partner)
             return
         has_been_reset = partner.arrays["ended"][partner.n]  # by its own end
-        if starts and not has_been_reset:
+        if new_episode and not has_been_reset:
             self.at_work = (partner, "reset")
             partner.reset()
         self.at_work = (partner, "map_from")
@@ -2138,9 +2138,9 @@ class Games:
         terminated = self.arrays["terminated"][PARTNER, level]
         # Where the fine episode ended, the partner's ends with it and a new pair starts.
         self.arrays["truncated"][PARTNER, level] |= ended & ~terminated
-        for fine, partner, starts in zip(self.own[level], self.partners[level], ended):
-            if starts or in_each_step:
-                self.follow(fine, partner, starts)
+        for fine, partner, new_episode in zip(self.own[level], self.partners[level], ended):
+            if new_episode or in_each_step:
+                self.follow(fine, partner, new_episode)
 
     def take_failures(self):
         """Return a line for each step that has failed since the last time."""
@@ -2365,13 +2365,17 @@ def make_pool(args, model, seeds, num_workers, levels=None, num_steps=None, **op
     """
     keep_freed_memory()
     roles, L, N = seeds.shape
-    D = (model.obs_dim,)
-    A = model.head.shape
+    obs_shape = (model.obs_dim,)
+    action_shape = model.head.shape
     obs_type = "float64" if args.norm_obs else "float32"
     action_type = "int64" if num_choices(model.action_space) else "float32"
 
     # Shape and type of what one game shows and does.
-    entries = {"obs": (D, obs_type), "next_obs": (D, obs_type), "actions": (A, action_type)}
+    entries = {
+        "obs": (obs_shape, obs_type),
+        "next_obs": (obs_shape, obs_type),
+        "actions": (action_shape, action_type),
+    }
     entries["rewards"] = ((), "float32")
     for name in ("terminated", "truncated", "ended", "finished"):
         entries[name] = ((), "bool")
@@ -3506,10 +3510,11 @@ def jackknife_errors(returns, starts):
     for start in np.unique(starts):
         rest = starts != start
         without.append(level_numbers(returns[:, rest], starts[rest]))
-    S = len(without)
+    num_starts = len(without)
     errors = {}
     for name in without[0]:
-        errors[name] = ((S - 1) * np.var([numbers[name] for numbers in without], axis=0)) ** 0.5
+        variance = np.var([numbers[name] for numbers in without], axis=0)
+        errors[name] = ((num_starts - 1) * variance) ** 0.5
     return errors
 
 

@@ -129,7 +129,7 @@ class OldStep(Small):
 
 
 class OldPlane(OldReset):
-    """Its observations are no vectors, so that a wrapper flattens them, and unpacks what it gets."""
+    """Its observations are no vectors, so a wrapper flattens them, and unpacks what it gets."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (3, 2), np.float32)
 

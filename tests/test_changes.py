@@ -318,14 +318,14 @@ VALUE_EPOCHS = [
         "    loss = pg_loss - args.ent_coef * entropy\n",
     ),
     (
-        "        if not completed:\n            break\n    return mean_row(rows)\n",
+        "        if not completed:\n            break\n    return mean_row(logged)\n",
         """        if not completed:
             break
     for _ in range(args.value_epochs):
         for mb in minibatches(batch, args, generator):
             v_loss = losses(model, mb, args.clip_coef, args.clip_vloss)[1].mean()
             gradient_step(model, optimizer, v_loss, args.max_grad_norm)
-    return mean_row(rows)
+    return mean_row(logged)
 """,
     ),
 ]

@@ -1,8 +1,8 @@
-"""Two partial differential equations of the package controlgym, on three levels each.
+r"""Two partial differential equations of the package controlgym, on three levels each.
 
     pip install --no-deps controlgym==1.0.0
-    python ppo_multilevel.py --env tests/examples/controlgym_pde.py:KuramotoSivashinsky \\
-        --levels 1 2 3 --num-envs 16 --norm-value --init-log-std -1.5 --gamma 0.95 \\
+    python ppo_multilevel.py --env tests/examples/controlgym_pde.py:KuramotoSivashinsky \
+        --levels 1 2 3 --num-envs 16 --norm-value --init-log-std -1.5 --gamma 0.95 \
         --learning-rate 1e-3 --update-epochs 10
 
 Eight controls push a periodic field u(x, t) towards 0, and sixteen sensors see it. The reward is

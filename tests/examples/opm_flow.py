@@ -1,12 +1,12 @@
-"""The wells of a waterflood in OPM Flow, an industrial reservoir simulator, on three levels.
+r"""The wells of a waterflood in OPM Flow, an industrial reservoir simulator, on three levels.
 
     pip install opm==2026.4 opm-simulators==2026.4                    # Linux, x86-64
     export OMP_NUM_THREADS=1
-    python ppo_multilevel.py --env tests/examples/opm_flow.py:Flow --levels 1 2 3 --check \\
+    python ppo_multilevel.py --env tests/examples/opm_flow.py:Flow --levels 1 2 3 --check \
         --num-envs 20 --num-steps 16
-    python ppo_multilevel.py --env tests/examples/opm_flow.py:Flow --levels 1 2 3 \\
-        --num-envs 20 --num-steps 16 --failed-reward -1 --hours 0.75 \\
-        --learning-rate 1e-3 --update-epochs 10 --target-kl 0.05 --init-log-std -1 --norm-value \\
+    python ppo_multilevel.py --env tests/examples/opm_flow.py:Flow --levels 1 2 3 \
+        --num-envs 20 --num-steps 16 --failed-reward -1 --hours 0.75 \
+        --learning-rate 1e-3 --update-epochs 10 --target-kl 0.05 --init-log-std -1 --norm-value \
         --baseline tests/examples/opm_flow.py:against_water
 
 Four injectors on the left and four producers on the right of a square layer of streaky rock, which
