@@ -111,11 +111,14 @@ def main():
     """Measure, print and write RESULTS."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--costs", action="store_true", help="measure level_costs.csv only")
-    costs = parser.parse_args().costs
+    name = pairs.processor()
+    parser.add_argument("--processor", default=name, help="what the rows call this one")
+    args = parser.parse_args()
     ppo_multilevel.keep_freed_memory()  # as in training
-    if costs:
+    if args.costs:
         return level_costs()
-    table, origin = [], pairs.origin()
+    table = []
+    origin = pairs.origin() | {"processor": args.processor}
     for level in (5, 4, 3, 2, 1):
         ms = 1e3 * step_seconds("ResSim-v1", level) / 25
         size = ppo_multilevel.CASES["ResSim-v1"].grids[level - 1][0]
