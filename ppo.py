@@ -2269,7 +2269,7 @@ def add_run_options(parser):
     add("--eval", type=os.path.abspath, help="folder of a run whose policy's mode is evaluated")
 
     add = group.add_mutually_exclusive_group().add_argument
-    add("--total-timesteps", type=count, help="steps of all environments; 500,000 (Atari: 10M)")
+    add("--total-timesteps", type=count, help="steps of all envs (ppo.py: 500,000, Atari: 10M)")
     add("--num-iterations", type=count, help="length of the run in iterations")
 
 

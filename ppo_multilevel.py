@@ -2785,7 +2785,7 @@ class Run(AbstractContextManager):
             raise KeyboardInterrupt
 
     def begin(self):
-        """Start the games. In a new run the rule begins, too, and there are hints on returns."""
+        """Start the games. In a new run the rule begins, too, and there are hints on scales."""
         self.start_games()
         for row in self.logger.take_unfinished():
             self.log(row)
@@ -2793,6 +2793,8 @@ class Run(AbstractContextManager):
         if self.history or agreed:
             return
 
+        for hint in hints_of_scale(self.args, obs=self.pool.arrays["obs"]):
+            report(hint)
         began = time.perf_counter()
         row = self.rule.begin(self)
         self.counters["wall_seconds"] += time.perf_counter() - began
@@ -3580,8 +3582,9 @@ def check_simulation(args):
     starts_agree = not any(line.endswith((SEED_VARIES, STARTS_DIFFER)) for line in advice)
     if starts_agree:
         advice += hints_of_levels(trials)
+    obs = np.concatenate([trial.obs for trial in trials])
     returns = [trial.rewards.sum() for trial in trials]
-    advice += hints_of_scale(args, returns=returns)
+    advice += hints_of_scale(args, obs, returns)
     advice += hints_of_failed_reward(args, returns)
     advice += hints_of_ends(args, trials)
     print_scales(args, model, trials)
@@ -3703,9 +3706,10 @@ def go_on_from(model, pool, arrays, states, noise, next_obs):
 
 
 def hints_of_start(args, model):
-    """Return lines on what the first step of episodes shows to be wrong, here or in a new run.
+    """Return lines on actions, and on starts: what the first step of episodes shows to be wrong.
 
-    Eight games of each level start twice from the same seeds.
+    --check says this, and so does a new run. Eight games of each level start twice from the same
+    seeds.
     """
     few = changed(args, schedule="adaptive", num_envs=8 * NUM_RANKS)  # adaptive: without partners
     seeds = draw_seeds(few.num_envs, args.seed)
@@ -3726,7 +3730,7 @@ def hints_of_start(args, model):
     hint = hint_of_actions(args, model.action_space)
     if hint:
         lines.append(hint)
-    return lines + hints_of_scale(args, obs=first)
+    return lines
 
 
 def hints_of_levels(trials):
@@ -4701,7 +4705,7 @@ def add_run_options(parser):
     add("--eval", type=os.path.abspath, help="folder of a run whose policy's mode is evaluated")
 
     add = group.add_mutually_exclusive_group().add_argument
-    add("--total-timesteps", type=count, help="steps of all environments; 500,000 (Atari: 10M)")
+    add("--total-timesteps", type=count, help="steps of all envs (ppo.py: 500,000, Atari: 10M)")
     add("--num-iterations", type=count, help="length of the run in iterations")
 
 
