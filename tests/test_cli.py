@@ -688,6 +688,7 @@ def test_observation_that_is_not_psi(script, monkeypatch, what):
 def test_psi_of_another_shape(script, monkeypatch):
     """What a partner sees after map_from is checked, too."""
     args = script.parse_args([*GOOD[script], *TINY])
+    monkeypatch.setattr(script, "hints_of_start", lambda *_: [])  # they map states, too
     real, mapped = envs.Levels.map_from, []
     monkeypatch.setattr(envs.Levels, "map_from", lambda *a: mapped.append(1) or real(*a))
     psi = envs.Levels.psi

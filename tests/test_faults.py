@@ -262,6 +262,7 @@ def test_signal_that_cannot_be_reported(script, tmp_path, monkeypatch, signum):
     real, stopped = script.WorkerPool.call, []
     monkeypatch.setattr(script.WorkerPool, "call", step)
     monkeypatch.setattr(script, "print", closed, raising=False)
+    monkeypatch.setattr(script, "hints_of_start", lambda *_: [], raising=False)  # they play, too
     more = "--num-iterations 3 --num-workers 2".split()
     argv = options(script, tmp_path, GOOD[script], *more)
     assert run_main(script, monkeypatch, *argv) == 128 + signum
@@ -283,10 +284,10 @@ def test_signal_before_the_first_row(script, tmp_path, monkeypatch, schedule):
         argv += ["--schedule", schedule, "--check-episodes", "2"]
     real = script.WorkerPool.call
 
-    def call(pool, *command):
+    def call(pool, *command, **how):
         pool.call = real.__get__(pool)  # next time
         signal.raise_signal(signal.SIGTERM)
-        return real(pool, *command)
+        return real(pool, *command, **how)
 
     with monkeypatch.context() as patch:
         patch.setattr(script.WorkerPool, "call", call)

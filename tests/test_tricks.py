@@ -178,19 +178,11 @@ def reward_norm_literal(rollouts, gamma):
 
 
 def scaled(model, rewards, sums):
-    """Return a rollout's rewards (T, N) as GAE gets them, given their discounted sums.
-
-    With γ = λ = 0 and V = 0 the advantages are the rewards.
-    """
-    words = "--norm-reward --gamma 0 --gae-lambda 0".split()
-    args = ppo.make_parser().parse_args(words)
-    names = (*model.inputs, "actions", "logprobs", "values", "next_values", "rewards")
-    buffer = {name: torch.zeros(np.shape(rewards)) for name in names}
-    buffer |= {name: torch.zeros(np.shape(rewards)) > 0 for name in ("terminated", "truncated")}
-    buffer["rewards"] += torch.as_tensor(rewards, dtype=torch.float32)
+    """Return a rollout's rewards (T, N) as GAE gets them, given their discounted sums."""
+    buffer = {"rewards": torch.as_tensor(rewards, dtype=torch.float32)}
     buffer["discounted"] = torch.tensor(sums)
-    batch = ppo.make_batch(buffer, model, args)
-    return batch["advantages"].view(np.shape(rewards))
+    ppo.normalise_rewards(model, buffer)
+    return buffer["rewards"]
 
 
 def test_rewards_are_divided():
