@@ -1261,7 +1261,7 @@ def reset_env(env, seed=None):
     try:
         returned = env.reset(seed=seed)
     except ValueError as error:
-        if "unpack (expected 2" in str(error):  # a wrapper of Gymnasium's says so
+        if is_of_a_wrapper(error):
             raise ApiError(API) from error
         raise
     is_pair = isinstance(returned, tuple) and len(returned) == 2
@@ -1275,12 +1275,19 @@ def step_env(env, action):
     try:
         returned = env.step(action)
     except ValueError as error:
-        if "unpack (expected 5" in str(error):  # a wrapper of Gymnasium's says so
+        if is_of_a_wrapper(error):
             raise ApiError(API) from error
         raise
     if not isinstance(returned, tuple) or len(returned) != 5:
         raise ApiError(API)
     return returned
+
+
+def is_of_a_wrapper(error):
+    """Whether a wrapper of Gymnasium's could not unpack what an env had returned."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raised_in = frame.f_globals["__name__"]
+    return raised_in.startswith("gymnasium.") and "unpack (expected" in str(error)
 
 
 def check_step(reward, terminated, truncated):
@@ -2369,15 +2376,22 @@ def options_of_run(parser, argv, args, run_dir, may_change):
         if args.resume and NEWEST_ENTRY not in state:
             raise ValueError("it is of an older version of this script, which only --eval can use")
     except Exception as error:
-        line = f"cannot use the run in {run_dir}: {one_line(error)}"
-        if isinstance(error, ImportError) and "folder" in config:
-            line += f"; the run was started in {config['folder']}"
-        parser.error(line)
+        where = started_in(config, error)
+        parser.error(f"cannot use the run in {run_dir}: {one_line(error)}{where}")
     tell_of_other_options(missing, unknown)
     return args
 
 
 LENGTHS = ["num_iterations", "total_timesteps"]  # the options that say how long a run is
+
+
+def started_in(config, error):
+    """Return the folder that a run was started in, as text, if its env was not found here."""
+    folder = config.get("folder")
+    if not isinstance(error, ImportError) or folder in (None, os.getcwd()):
+        return ""
+    module = config["options"]["env"].partition(":")[0]
+    return f"; the run was started in {folder}" if f"'{module}'" in str(error) else ""
 
 
 def tell_of_other_options(missing, unknown):

@@ -496,6 +496,7 @@ def make_model(args):
     bf16 = args.precision == "bf16"
     if args.precision == "auto":
         bf16 = has_bf16(device)
+    # A library may have set another default type.
     return Model(action_space, bf16).to(device, torch.float32)
 
 
@@ -1931,15 +1932,22 @@ def options_of_run(parser, argv, args, run_dir, may_change):
         if args.resume and NEWEST_ENTRY not in state:
             raise ValueError("it is of an older version of this script, which only --eval can use")
     except Exception as error:
-        line = f"cannot use the run in {run_dir}: {one_line(error)}"
-        if isinstance(error, ImportError) and "folder" in config:
-            line += f"; the run was started in {config['folder']}"
-        parser.error(line)
+        where = started_in(config, error)
+        parser.error(f"cannot use the run in {run_dir}: {one_line(error)}{where}")
     tell_of_other_options(missing, unknown)
     return args
 
 
 LENGTHS = ["num_iterations", "total_timesteps"]  # the options that say how long a run is
+
+
+def started_in(config, error):
+    """Return the folder that a run was started in, as text, if its env was not found here."""
+    folder = config.get("folder")
+    if not isinstance(error, ImportError) or folder in (None, os.getcwd()):
+        return ""
+    module = config["options"]["env"].partition(":")[0]
+    return f"; the run was started in {folder}" if f"'{module}'" in str(error) else ""
 
 
 def tell_of_other_options(missing, unknown):

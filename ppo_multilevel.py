@@ -1075,17 +1075,18 @@ def num_rounds(args):
     return max(1, round(EPISODES / args.num_envs))
 
 
-def play_alike(model, pool, args, number, run=None):
+def play_alike(model, pool, args, measurement, run=None):
     """Play episodes on all levels from the same starts and with the same noise of the actions.
 
     Returns the returns (L, E), the number of each episode's start (E,), and None, or a line on why
-    the levels do not start alike. Each `number` has its own starts and noise. A `run` is charged.
+    the levels do not start alike. Each `measurement`, a number, has its own
+    starts and noise. A `run` is charged.
     The games of the pool are left where they are: start them anew.
     """
     rounds = num_rounds(args)
     starts = np.arange(rounds * args.num_envs) // REPEATS  # (E,)
     num_starts = starts[-1] + 1
-    drawn = draw_seeds(rounds + num_starts, args.seed, MEASURE_SEED, number)
+    drawn = draw_seeds(rounds + num_starts, args.seed, MEASURE_SEED, measurement)
     noise_seeds, start_seeds = np.split(drawn, [rounds])
     seeds_of_rounds = start_seeds[starts].reshape(rounds, args.num_envs)
 
@@ -1133,20 +1134,20 @@ def play_round(model, pool, args, seeds, generator):
                 pool.play(model, num_steps, level=level, until_finished=True)
         if finished.all():
             break
-    ranks = gathered_objects((first_returns(pool.arrays)[OWN], ~finished))
-    returns, unfinished = [np.concatenate(parts, axis=1) for parts in zip(*ranks)]
-    return shown, returns, unfinished
+    returns = first_returns(pool.arrays)[OWN]
+    ranks = gathered_objects((shown, returns, ~finished))
+    return [np.concatenate(parts, axis=1) for parts in zip(*ranks)]
 
 
 def start_alike(pool, args, seeds):
     """Start each actor on all levels from its own seed, (N,), and where the finest level is.
 
-    Returns the first observations (L, N, D), of all ranks.
+    Returns this rank's first observations (L, N / ranks, D).
     """
     seeds = np.broadcast_to(seeds, (2, len(args.levels), args.num_envs))
     pool.call("start", seeds=np.split(seeds, NUM_RANKS, axis=2)[RANK])
     pool.call("follow_finest")
-    return np.concatenate(gathered_objects(pool.arrays["obs"][OWN]), axis=1)
+    return pool.arrays["obs"][OWN].copy()
 
 
 # The page that says what to do about starts.
@@ -1162,22 +1163,22 @@ def problem_of_starts(model, pool, args, shown, starts):
         return SEED_VARIES
     if not varies(shown[-1]):  # what differs between starts may show after a step
         seeds = draw_seeds(args.num_envs, args.seed, MEASURE_SEED)
-        shown = first_step(model, pool, args, seeds)[1]
+        _, next_obs = start_and_step(model, pool, args, seeds)
+        shown = np.concatenate(gathered_objects(next_obs), axis=1)
     return None if vary_together(shown) else STARTS_DIFFER
 
 
-def first_step(model, pool, args, seeds):
+def start_and_step(model, pool, args, seeds):
     """Start the games of all levels from seeds, (N,), and take a step with the policy's mode.
 
-    Returns the observations before and after it, (2, L, N, D).
+    Returns this rank's observations before and after it, (2, L, N / ranks, D).
     """
     obs = start_alike(pool, args, seeds)
     next_obs = []
     for level in range(len(args.levels)):
         pool.play(model, 1, level=level, sample=False)
         next_obs.append(pool.buffer["next_obs"][OWN, 0].copy())
-    next_obs = np.concatenate(gathered_objects(np.stack(next_obs)), axis=1)
-    return np.stack([obs, next_obs])
+    return np.stack([obs, np.stack(next_obs)])
 
 
 def varies(rows):
@@ -1867,7 +1868,7 @@ def reset_env(env, seed=None):
     try:
         returned = env.reset(seed=seed)
     except ValueError as error:
-        if "unpack (expected 2" in str(error):  # a wrapper of Gymnasium's says so
+        if is_of_a_wrapper(error):
             raise ApiError(API) from error
         raise
     is_pair = isinstance(returned, tuple) and len(returned) == 2
@@ -1881,12 +1882,19 @@ def step_env(env, action):
     try:
         returned = env.step(action)
     except ValueError as error:
-        if "unpack (expected 5" in str(error):  # a wrapper of Gymnasium's says so
+        if is_of_a_wrapper(error):
             raise ApiError(API) from error
         raise
     if not isinstance(returned, tuple) or len(returned) != 5:
         raise ApiError(API)
     return returned
+
+
+def is_of_a_wrapper(error):
+    """Whether a wrapper of Gymnasium's could not unpack what an env had returned."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raised_in = frame.f_globals["__name__"]
+    return raised_in.startswith("gymnasium.") and "unpack (expected" in str(error)
 
 
 def check_step(reward, terminated, truncated):
@@ -2721,9 +2729,8 @@ class Run(AbstractContextManager):
 
         self.set_costs_and_length()
         if not args.resume:
-            with suppress(GameError):  # the run itself will meet it
-                for hint in hints_of_start(args, self.model):
-                    report(hint)
+            for hint in hints_of_start(args, self.model):
+                report(hint)
         if RANK == 0 and args.baseline and args.eval_every:
             self.baseline_return = float(baseline_returns(args).mean())
         if args.resume and self.share_done() >= 1:
@@ -3451,6 +3458,8 @@ def analyse(args):
     model = make_model(args)
     if args.analyse:
         model.load_state_dict(Checkpoint(args.analyse).read()["model"])
+    elif hint_of_actions(args, model.action_space):
+        report(hint_of_actions(args, model.action_space))
     args.level_costs = args.level_costs or measured_costs(args, model)
 
     path = Path(args.analyse or run_path(args)) / "analysis.csv"
@@ -3459,24 +3468,24 @@ def analyse(args):
     began = time.perf_counter()
     with closing(make_pool(args, model, game_seeds(args, 0), args.num_workers)) as pool:
         names = pool.call("level_names")[0]
-        for number in range(MEASUREMENTS):
-            measured, numbers, problem = play_alike(model, pool, args, number)
+        for measurement in range(MEASUREMENTS):
+            measured, numbers, problem = play_alike(model, pool, args, measurement)
             returns.append(measured)
-            starts.append(numbers + number * len(numbers))  # other starts than before
-            if number == 0 and problem:
+            starts.append(numbers + measurement * len(numbers))  # other starts than before
+            if measurement == 0 and problem:
                 report(f"{problem}: ρ means little")
             rows = level_rows(args, names, np.concatenate(returns, axis=1), np.concatenate(starts))
             write_table(path, rows)  # an analysis that is stopped leaves what it has found
-            tell_progress(number + 1, time.perf_counter() - began)
+            tell_progress(measurement + 1, time.perf_counter() - began)
             print_table(rows)
     print(f"table: {path}")
     return rows
 
 
-def tell_progress(number, seconds):
+def tell_progress(count, seconds):
     """Print after how many measurements the table below is, and how long the others will take."""
-    left = seconds / number * (MEASUREMENTS - number)
-    print(f"\nmeasured {number} of {MEASUREMENTS} times, {left:.0f} s left", flush=True)
+    left = seconds / count * (MEASUREMENTS - count)
+    print(f"\nmeasured {count} of {MEASUREMENTS} times, {left:.0f} s left", flush=True)
 
 
 def level_rows(args, names, returns, starts):
@@ -3492,9 +3501,9 @@ def level_rows(args, names, returns, starts):
     for level, name in enumerate(names):
         row = {"level": name, "step_ms": 1e3 * args.level_costs[level]}
         row["iteration_s"] = iteration_seconds(args, level)
-        for number in numbers:
-            row[number] = float(numbers[number][level])
-            row[f"{number}_error"] = float(errors[number][level])
+        for quantity in numbers:
+            row[quantity] = float(numbers[quantity][level])
+            row[f"{quantity}_error"] = float(errors[quantity][level])
         row["worth"] = max(0.0, row["rho"]) ** 2 * seconds[-1] / seconds[level]
         rows.append(row)
     return rows
@@ -3620,7 +3629,7 @@ def try_level(args, model, number):
     with closing(trial_pool(args, model, number)) as pool:
         problem = go_on_from(model, pool, *saved)
     if problem:
-        problems.append(f"a resumed run starts a new episode: {problem}")
+        problems.append(problem)
     return name, again, problems
 
 
@@ -3632,8 +3641,8 @@ def trial_pool(args, model, number):
 def try_episode(model, pool, global_seed):
     """Play an episode from its seed, one step after the other. Returns the Trial.
 
-    `global_seed` is for the generators of `random`, NumPy and torch. The episode of a simulation
-    that can be resumed does not depend on it.
+    `global_seed` is for the generators of `random`, NumPy and torch. An episode that depends on it
+    is not determined by reset(seed).
     """
     arrays = pool.arrays
     generator = torch.Generator().manual_seed(EVAL_SEED)
@@ -3697,40 +3706,53 @@ def go_on_from(model, pool, arrays, states, noise, next_obs):
     pool.call("seed", EVAL_SEED + 1)
     problems = sum(pool.call("start", states), [])
     if problems:
-        return problems[0]
+        return f"a resumed run starts a new episode: {problems[0]}"
     pool.buffer["noise"][:] = noise
     pool.play(model, 1)
     if not np.array_equal(pool.arrays["next_obs"][0], next_obs, equal_nan=True):
-        return "after saving and loading the next observation is another one"
+        return (
+            "a resumed run continues elsewhere: after saving and loading the next step is another"
+        )
     return None
 
 
 def hints_of_start(args, model):
-    """Return lines on actions, and on starts: what the first step of episodes shows to be wrong.
+    """Return lines on actions and on starts: what --check and a new run say first."""
+    hints = [hint_of_actions(args, model.action_space), problem_at_start(args, model)]
+    return [hint for hint in hints if hint]
 
-    --check says this, and so does a new run. Eight games of each level start twice from the same
-    seeds.
+
+def problem_at_start(args, model):
+    """Return None, or a line on what the first step of episodes shows to be wrong with starts.
+
+    Up to eight games of each level start twice from the same seeds.
     """
-    few = changed(args, schedule="adaptive", num_envs=8 * NUM_RANKS)  # adaptive: without partners
-    seeds = draw_seeds(few.num_envs, args.seed)
-    with (
-        kept_generators(),
-        closing(make_pool(few, model, game_seeds(few, 0), args.num_workers)) as pool,
-    ):
-        first = first_step(model, pool, few, seeds)
-        again = first_step(model, pool, few, seeds)
+    actors = max(4, min(8, args.num_envs // NUM_RANKS))
+    # Adaptive: without partners, which would follow finer levels.
+    few = changed(args, schedule="adaptive", num_envs=actors * NUM_RANKS)
+    seeds = draw_seeds(few.num_envs, args.seed, MEASURE_SEED)
+    steps = None
+    failure = None
+    try:
+        with (
+            kept_generators(),
+            closing(make_pool(few, model, game_seeds(few, 0), args.num_workers)) as pool,
+        ):
+            steps = np.stack([start_and_step(model, pool, few, seeds) for _ in range(2)])
+    except GameError as error:
+        failure = str(error).partition("\n")[0]
 
-    lines = []
+    ranks = gathered_objects((steps, failure))
+    failures = [failure for _, failure in ranks if failure]
+    if failures:
+        return f"starts were not compared: {failures[0]}"
+    first, again = np.concatenate([steps for steps, _ in ranks], axis=3)  # (2, L, N, D) each
+    if not alike(first, again):
+        return SEED_VARIES
     obs, next_obs = first
     shown = obs if varies(obs[-1]) else next_obs  # what differs may show after a step
-    if not alike(first, again):
-        lines.append(SEED_VARIES)
-    elif not vary_together(shown):
-        lines.append(STARTS_DIFFER)
-    hint = hint_of_actions(args, model.action_space)
-    if hint:
-        lines.append(hint)
-    return lines
+    comparable = len(args.levels) > 1 and np.isfinite(shown).all()
+    return STARTS_DIFFER if comparable and not vary_together(shown) else None
 
 
 def hints_of_levels(trials):
@@ -4992,12 +5014,19 @@ def options_of_run(parser, argv, args, run_dir, may_change):
         if args.resume and NEWEST_ENTRY not in state:
             raise ValueError("it is of an older version of this script, which only --eval can use")
     except Exception as error:
-        line = f"cannot use the run in {run_dir}: {one_line(error)}"
-        if isinstance(error, ImportError) and "folder" in config:
-            line += f"; the run was started in {config['folder']}"
-        parser.error(line)
+        where = started_in(config, error)
+        parser.error(f"cannot use the run in {run_dir}: {one_line(error)}{where}")
     tell_of_other_options(missing, unknown)
     return args
+
+
+def started_in(config, error):
+    """Return the folder that a run was started in, as text, if its env was not found here."""
+    folder = config.get("folder")
+    if not isinstance(error, ImportError) or folder in (None, os.getcwd()):
+        return ""
+    module = config["options"]["env"].partition(":")[0]
+    return f"; the run was started in {folder}" if f"'{module}'" in str(error) else ""
 
 
 def tell_of_other_options(missing, unknown):

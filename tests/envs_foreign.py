@@ -137,6 +137,14 @@ class OldPlane(OldReset):
         return np.zeros((3, 2), np.float32)
 
 
+class Careless(Small):
+    """Its own code unpacks three numbers as two."""
+
+    def see(self):
+        x, y = super().see()
+        return np.float32([x, y, 0])
+
+
 class Shop(Small):
     """Three actions, the third is forbidden and pays 1. The mask comes in some form."""
 
@@ -208,6 +216,7 @@ ENVS = {
     "OldReset": (OldReset, {}),
     "OldStep": (OldStep, {}),
     "OldPlane": (OldPlane, {}),
+    "Careless": (Careless, {}),
     "Shop-flags": (Shop, {"mask": [1, 1, 0]}),
     "Shop-additive": (Shop, {"mask": [0, 0, -INFINITE]}),
     "Shop-large": (Shop, {"mask": [0, 0, -1e9]}),

@@ -1,6 +1,7 @@
 """Tests of --check: what it prints of simulations that are known, right or wrong."""
 
 import multiprocessing
+import re
 
 import gymnasium as gym
 import numpy as np
@@ -167,7 +168,7 @@ for level in (1, 2):
     VARIES += [
         f"level {level}: a resumed run starts a new episode: ValueError: playing its actions"
     ]
-FORGETS = "a resumed run starts a new episode: after saving and loading the next observation"
+FORGETS = "a resumed run continues elsewhere: after saving and loading the next step is another"
 FLAWS = {
     Pendulum: [],
     Unseeded: VARIES,
@@ -212,6 +213,29 @@ def test_a_run_says_it_at_its_start(monkeypatch, tmp_path, capsys, kind, words, 
     ml.train(ml.parse_args(["--env", install(monkeypatch, kind), *words_of_run]))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(words)
+
+
+def test_starts_that_fail(monkeypatch, tmp_path, capsys):
+    """Where they cannot be compared a line says why; --check goes on, and so does a run."""
+
+    class Fragile(Pendulum):
+        def reset(self, *, seed=None, options=None):
+            if seed in bad:
+                raise RuntimeError("no convergence")
+            return super().reset(seed=seed)
+
+    words = ["--env", install(monkeypatch, Fragile), *WORDS, "--num-steps", "10"]
+    bad = ml.draw_seeds(4, 1, ml.MEASURE_SEED)[
+        -1:
+    ].tolist()  # of those that starts are compared from
+    ml.check_simulation(ml.parse_args(["--check", *words]))
+    out, err = capsys.readouterr()
+    line = r"\nstarts were not compared: .* level 1 .*failed in reset: RuntimeError: no convergence"
+    assert re.search(line, out) and "--level-costs" in out and err == ""
+
+    more = ["--num-iterations", "1", "--quiet", "--log-dir", str(tmp_path)]
+    assert ml.train(ml.parse_args([*words, *more])).iteration == 1
+    assert re.search(line, "\n" + capsys.readouterr().err)
 
 
 def test_options_that_answer_the_advice(monkeypatch, capsys):

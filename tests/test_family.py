@@ -298,6 +298,17 @@ def test_comparison_with_the_best_single_level(monkeypatch):
     assert np.isinf(tables.comparison("rod", curves, "rod-multigrid")[1][late]).all()
 
 
+def test_budgets_without_a_gain_do_not_count(monkeypatch):
+    """Until single levels have 5 % of their gain: here 4 % after 5 s, 6 % after 10 s."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
+    tables = importlib.import_module("tables")
+    curve = np.array([0.0, 5, 10, 20, 50]), None, np.array([0, 0.04, 0.06, 1, 1])
+    curves = {"rod-only-1": {"1": curve}, "rod-adaptive": {"1": curve}}
+    budgets, factors, _ = tables.comparison("rod", curves, "rod-adaptive")
+    assert (np.isnan(factors) == (budgets < 10)).all()
+    assert tables.factor(np.nan) == "—"
+
+
 def test_commands_of_results(monkeypatch):
     """The options that a table shows are those that its numbers were recorded with."""
     monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")

@@ -155,6 +155,12 @@ def test_old_api(script, name, tmp_path):
     assert "reset must return (obs, info), step (obs, reward, terminated," in first_line
 
 
+def test_mistake_in_reset(tmp_path):
+    """An env that unpacks wrongly in its own code has its own error."""
+    with pytest.raises(ppo.GameError, match="ValueError: too many values to unpack .expected 2"):
+        ppo.train(parse(ppo, tmp_path, "Careless"))
+
+
 def test_old_api_under_a_wrapper(tmp_path):
     """The same where a wrapper of Gymnasium's unpacks what the env returns."""
     with pytest.raises(ppo.GameError, match="reset must return .obs, info., step"):

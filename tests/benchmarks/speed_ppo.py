@@ -53,7 +53,7 @@ CASES = {
 }
 
 
-def ours(*numbers):
+def ours(*case):
     """Return the steps per second of ppo.py, and its versions."""
     sys.path.insert(0, str(ROOT))
     import torch._dynamo  # noqa: F401, Adam and SummaryWriter import them: imports do not count
@@ -61,7 +61,7 @@ def ours(*numbers):
 
     import ppo
 
-    case = Case(*numbers)
+    case = Case(*case)
     if not case.fast_act:
         ppo.fast_act = lambda model: model.act
     options = f"--env {case.env} --num-envs {case.num_envs} --num-steps {case.num_steps} --quiet "
@@ -76,14 +76,14 @@ def ours(*numbers):
     return run.history[-1]["global_step"] / seconds, versions
 
 
-def sb3(*numbers):
+def sb3(*case):
     """Return the steps per second of Stable-Baselines3 with the same numbers, and its version."""
     import stable_baselines3
     import torch
     from stable_baselines3.common import vec_env as vec_envs
     from stable_baselines3.common.env_util import make_vec_env
 
-    case = Case(*numbers)
+    case = Case(*case)
     torch.set_num_threads(1)
     vec_env = getattr(vec_envs, case.vec_env)
     model = stable_baselines3.PPO(

@@ -58,9 +58,8 @@ def step_seconds(case, level, actors=25, episodes=5, steps=5):
     return np.array(seconds[steps:])
 
 
-def level_costs():
+def level_costs(origin):
     """Write results/level_costs.csv: what a step of each level costs, all in one run."""
-    origin = pairs.origin()
     rows = [["case", "level", "ms", *origin]]
     for case, levels in {"ResSim-v1": 5, "ResSim-v2": 4, "rod": 4}.items():
         for level in range(1, levels + 1):
@@ -115,10 +114,10 @@ def main():
     parser.add_argument("--processor", default=name, help="what the rows call this one")
     args = parser.parse_args()
     ppo_multilevel.keep_freed_memory()  # as in training
-    if args.costs:
-        return level_costs()
-    table = []
     origin = pairs.origin() | {"processor": args.processor}
+    if args.costs:
+        return level_costs(origin)
+    table = []
     for level in (5, 4, 3, 2, 1):
         ms = 1e3 * step_seconds("ResSim-v1", level) / 25
         size = ppo_multilevel.CASES["ResSim-v1"].grids[level - 1][0]

@@ -212,7 +212,9 @@ def comparison(case, curves, run):
 
 
 def factor(value):
-    """Return a factor in time as text."""
+    """Return a factor in time as text; NaN is one of no budget that counts."""
+    if np.isnan(value):
+        return "—"
     return f"{value:.2f}" if np.isfinite(value) else "not reached"
 
 
