@@ -195,10 +195,12 @@ def train(args):
 
     If a game fails, the run is saved, and GameError is raised.
     """
-    torch.set_num_threads(1)  # more threads only slow a small network down
+    # More threads only slow a small network down.
+    torch.set_num_threads(1)
+    # The weights are drawn from torch's global generator, noise and minibatches from another one.
     torch.manual_seed(args.seed)
-    model = make_model(args)  # its weights are drawn from torch's global generator
-    generator = torch.Generator().manual_seed(args.seed)  # it draws noise and minibatches
+    model = make_model(args)
+    generator = torch.Generator().manual_seed(args.seed)
     optimizer = make_optimizer(model, args)
 
     with Run(args, model, optimizer, generator) as run:
@@ -238,7 +240,8 @@ def make_optimizer(model, args):
     if args.value_learning_rate:
         value_parameters |= set(model.value.parameters())
         value_parameters |= set(model.critic.parameters())
-        value_parameters -= set(model.actor.parameters())  # shared layers are the policy's
+        # Shared layers are the policy's.
+        value_parameters -= set(model.actor.parameters())
 
     policy = [p for p in model.parameters() if p not in value_parameters]
     groups = [{"params": policy, "lr": args.learning_rate}]
@@ -282,7 +285,8 @@ def rollout(model, pool, args, generator):
     buffer = {name: column.to(model.device) for name, column in buffer.items()}
     add_values(model, buffer, noise.to(model.device))
     buffer = gathered(buffer)
-    episodes = finished_episodes(buffer)  # takes their columns out
+    # This takes the columns on ended episodes out of the buffer.
+    episodes = finished_episodes(buffer)
     return buffer, episodes
 
 
@@ -321,13 +325,15 @@ def play(games, num_steps, sample=True, until_finished=False):
             break
 
 
-LARGEST = 1e15  # float32 must be able to hold squares of numbers, and sums of squares
+# float32 must be able to hold squares of numbers, and sums of squares.
+LARGEST = 1e15
 
 
 def check_finite(buffer, who="game"):
     """Raise GameError at the first NaN, infinity, or number of 1e15 or more."""
     for name in ("next_obs", "rewards", "obs"):
-        wrong = ~(buffer[name].abs() < LARGEST)  # NaN < LARGEST is False
+        # NaN < LARGEST is False, so NaN is wrong, too.
+        wrong = ~(buffer[name].abs() < LARGEST)
         if wrong.any():
             t, n, *entry = wrong.nonzero()[0].tolist()
             place = f"{name}{entry}" if entry else name
@@ -394,7 +400,8 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
 
     # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. At the last step it is δ_t, where
     # V(s_{t+1}) stands for all later rewards.
-    delta = list(delta)  # the steps' rows, (N,), which are faster to index
+    # Lists of the steps' rows, (N,), are faster to index than tensors.
+    delta = list(delta)
     decay = list(decay)
     A = list(delta)
     for t in reversed(range(len(A) - 1)):
@@ -429,7 +436,8 @@ def make_batch(buffer, model, args):
     # V's target in PPO, Eq. (9): R_t = Â_t + V(s_t), V's estimate plus the advantage
     batch["returns"] = advantages + values
     if model.memory is not None:
-        batch["state"] = batch["state"][:1]  # `forward` reads the state before step 0 only
+        # `forward` reads only the state before step 0.
+        batch["state"] = batch["state"][:1]
         return batch
     return {name: column.flatten(0, 1) for name, column in batch.items()}
 
@@ -569,7 +577,8 @@ def gradient_step(model, optimizer, loss, max_grad_norm):
     loss.backward()
     average_gradients(model)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    if not math.isfinite(norm):  # a step would destroy the weights
+    # A step would destroy the weights.
+    if not math.isfinite(norm):
         raise FloatingPointError("no finite gradient: lower --learning-rate?")
     optimizer.step()
 
@@ -601,8 +610,10 @@ def make_model(args):
     with closing(make_env(args.env)) as env:
         model = Model(env.observation_space.shape[0], env.action_space, args)
     device = "cpu" if args.device == "auto" else args.device
-    model = model.to(device, torch.float32)  # an env's library may have set another default
-    model.obs_norm.double()  # float32 rounds large numbers, such as Unix times, too coarsely
+    # An env's library may have set another default type.
+    model = model.to(device, torch.float32)
+    # float32 rounds large numbers, such as Unix times, too coarsely.
+    model.obs_norm.double()
     return model
 
 
@@ -637,7 +648,8 @@ class Model(nn.Module):
         self.critic = self.actor if args.shared_net else hidden_layers(width, args)
         self.head = make_head(action_space, args)
         self.value = layer_init(nn.Linear(args.hidden[-1], 1), gain=1.0)
-        if args.norm_value:  # V = 0 at first, so that the first σ is that of the rewards' sums
+        # V is 0 at first, so that the first σ is that of the rewards' sums.
+        if args.norm_value:
             nn.init.zeros_(self.value.weight)
         self.memory = Memory(obs_dim, args) if args.rnn else None
 
@@ -677,7 +689,8 @@ class Model(nn.Module):
 
         `arrays` holds NumPy arrays (N, ...), and noise is one too.
         """
-        if self.memory is not None:  # it begins anew where an episode starts
+        # A memory begins anew where an episode starts.
+        if self.memory is not None:
             arrays["starts"][:] = arrays["ended"]
             arrays["state"][:] = arrays["next_state"]
 
@@ -751,7 +764,8 @@ class Categorical(nn.Module):
         if action_mask is not None:
             # With −1e8 the probability is exactly 0. With −∞ the entropy's π log π would be NaN.
             logits = logits.where(action_mask, -1e8)
-        if len(self.choices) == 1:  # an update of CartPole's takes 6 % less without split and cat
+        # Without split and cat an update of CartPole's takes 6 % less.
+        if len(self.choices) == 1:
             return logits.log_softmax(-1)
         parts = logits.split(self.choices, dim=-1)
         return torch.cat([part.log_softmax(-1) for part in parts], dim=-1)
@@ -844,7 +858,8 @@ class Memory(nn.Module):
         cells = {"gru": nn.GRU, "lstm": nn.LSTM}
         self.rnn = cells[args.rnn](width, args.rnn_size)
         self.size = args.rnn_size  # S, entries of the state
-        if args.rnn == "lstm":  # its state is h and c
+        # An LSTM's state is h and c.
+        if args.rnn == "lstm":
             self.size = 2 * args.rnn_size
         for name, parameter in self.rnn.named_parameters():
             if "bias" in name:
@@ -1134,7 +1149,8 @@ class Game:
         try:
             self.set_state(pickle.loads(state))
             return None
-        except Exception as error:  # the env's packages may have changed, so it may be any
+        except Exception as error:
+            # The env's packages may have changed, so it may be any error.
             self.start()
             return one_line(error)
 
@@ -1156,11 +1172,13 @@ class Game:
         n = self.n
         action = to_env(a["actions"][n], self.space).astype(self.space.dtype, copy=False)
         if len(self.actions) <= self.MAX_REPLAY:
-            self.actions.append(action.copy())  # an env may change its own
+            # An env may change the array that it gets.
+            self.actions.append(action.copy())
         obs, reward, terminated, truncated, info = step_env(self.env, action)
         check_step(reward, terminated, truncated)
 
-        if a["ended"][n]:  # the step before ended an episode, so this one begins another
+        # If the step before ended an episode, this one begins another.
+        if a["ended"][n]:
             a["episode_return"][n] = 0
             a["episode_length"][n] = 0
             a["discounted"][n] = 0
@@ -1185,7 +1203,8 @@ class Game:
     def show(self, name, obs, info):
         """Write an observation, and with `obs` the flags of the actions allowed there."""
         shape = self.arrays[name].shape[1:]
-        if np.shape(obs) != shape:  # NumPy would stretch it
+        # NumPy would stretch an observation of another shape.
+        if np.shape(obs) != shape:
             raise ValueError(f"an observation has shape {np.shape(obs)}, its space {shape}")
         self.arrays[name][self.n] = obs
         if name == "obs" and "action_mask" in self.arrays:
@@ -1214,7 +1233,8 @@ class Game:
             elif len(self.actions) > self.MAX_REPLAY:
                 return None
             return pickle.dumps(state)
-        except Exception:  # an env may raise anything, or hold what cannot be pickled
+        except Exception:
+            # An env may raise anything, or hold what cannot be pickled.
             return None
 
     def set_state(self, state):
@@ -1234,7 +1254,8 @@ class Game:
 
     def replay(self, obs, state):
         """Play an episode's actions again, after reset(seed). Returns the last observation."""
-        if state["random_state"] is not None:  # it was not the first episode of the seed
+        # A later episode of the seed began with a reset without one.
+        if state["random_state"] is not None:
             self.env.unwrapped.np_random.bit_generator.state = state["random_state"]
             obs, _ = self.env.reset()
         for action in state["actions"]:
@@ -1349,7 +1370,8 @@ class Games:
         try:
             return getattr(self, command)(*arguments, **options)
         except (Exception, SystemExit) as error:
-            if self.at_work is None:  # the failure is not a game's
+            # Without a game at work the failure is not a game's.
+            if self.at_work is None:
                 raise
             game, doing = self.at_work
             what = f"{game.name} ({game.place()}) failed in {doing}: {one_line(error)}"
@@ -1552,7 +1574,8 @@ class WorkerPool:
     def ask_workers(self, message):
         """Send a message to all workers. Returns the list of their answers."""
         for pipe, _ in self.workers:
-            with suppress(BrokenPipeError):  # a dead worker does not answer
+            # A dead worker takes no message.
+            with suppress(BrokenPipeError):
                 pipe.send(message)
 
         answers = []
@@ -1576,7 +1599,8 @@ class WorkerPool:
             return
         patience = 5 if sys.exc_info()[0] is KeyboardInterrupt else 30
         end = time.monotonic() + patience
-        with ExitStack() as stack:  # at its end, whatever happens, all that are left are killed
+        # At the block's end, whatever happens, all processes that are left are killed.
+        with ExitStack() as stack:
             for pipe, process in self.workers:
                 stack.callback(process.join)
                 stack.callback(process.kill)
@@ -1609,7 +1633,8 @@ def work(pipe, make_games, rows, shared):
     # programs that a game starts would inherit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    torch.set_num_threads(1)  # a worker has one core, and torch's threads do not survive a fork
+    # A worker has one core, and torch's threads do not survive a fork.
+    torch.set_num_threads(1)
 
     parent = multiprocessing.parent_process().sentinel
     games = None
@@ -1624,10 +1649,12 @@ def work(pipe, make_games, rows, shared):
         if not isinstance(error, GameError):
             what = f"a worker failed: {one_line(error)}"
             error = GameError(f"{what}\n{traceback.format_exc()}")
-        with suppress(OSError):  # the parent is gone
+        with suppress(OSError):
+            # The parent may be gone.
             pipe.send(error)
     if games is not None and command != "close":
-        with suppress(Exception):  # a game may fail in this too
+        with suppress(Exception):
+            # A game may fail in this, too.
             games.call("close")
 
 
@@ -1681,7 +1708,8 @@ def gathered_objects(value):
 def averaged(tensor):
     """Return the mean of the ranks' tensors."""
     if NUM_RANKS > 1:
-        tensor = tensor.clone()  # `all_reduce` writes into it
+        # `all_reduce` writes into its tensor.
+        tensor = tensor.clone()
         dist.all_reduce(tensor)
         tensor /= NUM_RANKS
     return tensor
@@ -1734,7 +1762,8 @@ class Run(AbstractContextManager):
         self.saved_games = None  # those of a run that is resumed
 
         self.logger = Logger(self.run_dir, args)
-        with ExitStack() as self.stack:  # it closes what is open if this block fails
+        # The stack closes what is open if this block fails.
+        with ExitStack() as self.stack:
             self.open()
             self.stack = self.stack.pop_all()
 
@@ -1783,7 +1812,8 @@ class Run(AbstractContextManager):
             return
 
         arrays, states = self.saved_games
-        self.saved_games = None  # it may be large
+        # They may be large.
+        self.saved_games = None
         for name, array in arrays.items():
             self.pool.arrays[name][:] = array
         problems = sum(self.pool.call("start", states), [])
@@ -1814,7 +1844,8 @@ class Run(AbstractContextManager):
         The ranks tell each other of signals here, and the clock of the iteration starts.
         """
         self.began = time.perf_counter()
-        agreed = max(gathered_objects(self.signal or 0))  # a signal that any rank has received
+        # This is a signal that any rank has received.
+        agreed = max(gathered_objects(self.signal or 0))
         self.signal = agreed or self.signal
         return self.share_done() < 1 and not agreed
 
@@ -1847,7 +1878,8 @@ class Run(AbstractContextManager):
             return
         every = self.args.eval_every
         if every and (self.iteration % every == 0 or self.share_done() >= 1):
-            row["eval_return"] = math.nan  # --resume evaluates again if it stays so
+            # If it stays NaN, --resume evaluates again.
+            row["eval_return"] = math.nan
             self.evaluate(row)
         self.logger.write(row, self.share_done())
 
@@ -1866,7 +1898,8 @@ class Run(AbstractContextManager):
         """Write the checkpoint; all ranks call this."""
         games = self.games_to_save() if with_games else None
         if RANK == 0:
-            self.logger.flush()  # a checkpoint must not be ahead of TensorBoard's file
+            # A checkpoint must not be ahead of TensorBoard's file.
+            self.logger.flush()
             Checkpoint(self.run_dir).save(self.state(), games)
         self.saved = self.iteration
         if with_games:
@@ -1943,7 +1976,8 @@ class Logger:
 
     def open(self, stack, first_step):
         """Write config.json, open progress.csv and TensorBoard's file; the stack closes them."""
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, for training only
+        # It is slow to import, and only training needs it.
+        from torch.utils.tensorboard import SummaryWriter
 
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = write_config(self.run_dir, self.args)
@@ -2043,7 +2077,8 @@ class Checkpoint:
         state = self.read()
         try:
             ranks = pickle.loads(state["games"].numpy().tobytes())
-        except Exception:  # what is unpickled may raise anything
+        except Exception:
+            # What is unpickled may raise anything.
             return state, None
         games = ranks[RANK] if len(ranks) == NUM_RANKS else None
         return state, games
@@ -2061,9 +2096,8 @@ def write_config(run_dir, args):
     """Write config.json: options, command, versions, folder. Returns the options that it keeps."""
     options = {name: value for name, value in vars(args).items() if name not in NOT_KEPT}
     here = Path(__file__).resolve().parent
-    git = subprocess.run(  # its output is empty where git is missing
-        "git rev-parse HEAD", shell=True, cwd=here, capture_output=True, text=True
-    )
+    # Where git is missing its output is empty.
+    git = subprocess.run("git rev-parse HEAD", shell=True, cwd=here, capture_output=True, text=True)
     versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
     versions["python"] = sys.version.split()[0]
     versions["git_commit"] = git.stdout.strip() or None
@@ -2079,7 +2113,8 @@ def hparams_summary(options):
 
     plain = {}
     for name, value in options.items():
-        is_number = type(value) in (int, float)  # a flag is an int, too
+        # A flag is an int, too, so `isinstance` would take it for a number.
+        is_number = type(value) in (int, float)
         plain[name] = value if is_number else str(value)
     return summary.hparams(plain, {})[1]
 
@@ -2185,7 +2220,8 @@ class ExportedPolicy(nn.Module):
         """Return the action as the env takes it, and with a memory its next state."""
         action, state = self.model.policy(**dict(zip(self.inputs, tensors, strict=True)))
         space = self.model.action_space
-        if isinstance(space, gym.spaces.Box):  # clip in the Box's precision, as in rollouts
+        # Clip in the Box's precision, as in rollouts.
+        if isinstance(space, gym.spaces.Box):
             action = action.to(torch.as_tensor(space.low).dtype)
         action = to_env(action, space, torch.as_tensor)
         return action if state is None else (action, state)
@@ -2201,7 +2237,8 @@ def export_onnx(path, model, inputs):
     tensors = tuple(torch.from_numpy(array) for array in inputs.values())
     policy = ExportedPolicy(model.cpu(), list(inputs))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter speaks of its successor
+        # The exporter warns that it has a successor.
+        warnings.simplefilter("ignore")
         torch.onnx.export(
             policy,
             tensors,
@@ -2361,7 +2398,8 @@ def options_of_run(parser, argv, args, run_dir, may_change):
         missing = known - set(options)
         unknown = set(options) - known
         options = {name: value for name, value in options.items() if name in known}
-        if any(getattr(args, name) for name in LENGTHS):  # another length replaces the run's
+        # Another length replaces the run's.
+        if any(getattr(args, name) for name in LENGTHS):
             options |= dict.fromkeys(LENGTHS)
         parser.set_defaults(**options)
         own = parser.parse_args([])
@@ -2521,8 +2559,10 @@ def explains_itself(error):
 def main():
     """Run the command line. Returns the exit code: 1 for failures, 2 for wrong options or files."""
     sys.path.append(os.getcwd())  # where a module of --env may lie
-    with suppress(AttributeError):  # a notebook's output has no such method
-        sys.stdout.reconfigure(errors="replace")  # not all of Windows's code pages have a γ
+    # A notebook's output has no such method.
+    with suppress(AttributeError):
+        # Not all of Windows's code pages have a γ.
+        sys.stdout.reconfigure(errors="replace")
     quiet_writer_threads()
 
     args = None

@@ -165,10 +165,12 @@ def train(args):
     If a game fails, the run is saved, and GameError is raised.
     """
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a worker that is forked off must not find several threads
+    # A worker that is forked off must not find several threads.
+    torch.set_num_threads(1)
+    # The weights are drawn from torch's global generator, noise and minibatches from another one.
     torch.manual_seed(args.seed)
-    model = make_model(args)  # its weights are drawn from torch's global generator
-    generator = torch.Generator().manual_seed(args.seed)  # it draws noise and minibatches
+    model = make_model(args)
+    generator = torch.Generator().manual_seed(args.seed)
     optimizer = make_optimizer(model, args)
 
     with AtariRun(args, model, optimizer, generator) as run:
@@ -238,12 +240,14 @@ def rollout(model, pool, args, generator):
     for name in model.stored + RESULTS:
         recorded = torch.from_numpy(pool.buffer[name])
         if name == "next_obs":
-            next_obs = recorded  # few of these pictures are needed, so they stay where they are
+            # Few of these pictures are needed, so they stay where they are.
+            next_obs = recorded
         else:
             buffer[name] = recorded.to(model.device)
     add_values(model, buffer, next_obs)
     buffer = gathered(buffer)
-    episodes = finished_episodes(buffer)  # takes their columns out
+    # This takes the columns on ended episodes out of the buffer.
+    episodes = finished_episodes(buffer)
     return buffer, episodes
 
 
@@ -263,7 +267,8 @@ def play(games, num_steps, sample=True, until_finished=False):
     arrays = games.arrays  # what the games show now, (N, ...)
     buffer = games.buffer  # what is recorded, (T, N, ...)
 
-    with games.model.autocast():  # it casts the weights once, not in each step
+    # Here autocast casts the weights once, not in each step.
+    with games.model.autocast():
         for t in range(num_steps):
             noise = buffer["noise"][t] if sample else None
             games.model.act(arrays, noise)
@@ -326,7 +331,8 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
 
     # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. At the last step it is δ_t, where
     # V(s_{t+1}) stands for all later rewards.
-    delta = list(delta)  # the steps' rows, (N,), which are faster to index
+    # Lists of the steps' rows, (N,), are faster to index than tensors.
+    delta = list(delta)
     decay = list(decay)
     A = list(delta)
     for t in reversed(range(len(A) - 1)):
@@ -418,7 +424,8 @@ def update(model, optimizer, batch, args, clip_coef, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Returns the means of the losses."""
     if args.norm_adv == "batch":
         batch = batch | {"advantages": normalised(batch["advantages"])}
-    clip_coef = torch.tensor(clip_coef, device=model.device)  # a float would be compiled in
+    # A float would be compiled in.
+    clip_coef = torch.tensor(clip_coef, device=model.device)
 
     logged = []
     for _ in range(args.update_epochs):
@@ -470,7 +477,8 @@ def gradient_step(model, optimizer, loss, max_grad_norm):
     loss.backward()
     average_gradients(model)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    if not math.isfinite(norm):  # a step would destroy the weights
+    # A step would destroy the weights.
+    if not math.isfinite(norm):
         raise FloatingPointError("no finite gradient: lower --learning-rate?")
     optimizer.step()
 
@@ -489,7 +497,8 @@ def make_model(args):
     with closing(make_env(args.env, full_action_space=args.full_action_space)) as env:
         action_space = env.action_space
     device = args.device
-    if device == "auto":  # cuda if there is one for each rank of this machine
+    # Take cuda if there is a GPU for each rank of this machine.
+    if device == "auto":
         enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if enough else "cpu"
     device = torch.device(device)
@@ -577,7 +586,8 @@ class Model(nn.Module):
         The actions are samples made from noise (M, n), or the policy's mode without it.
         """
         h = self.features(obs)
-        with self.autocast(enabled=False):  # the head computes in float32, in `play` too
+        # The head computes in float32, in `play` too.
+        with self.autocast(enabled=False):
             return self.head.sample(self.head(h), noise), None
 
     def act(self, arrays, noise=None):
@@ -749,7 +759,8 @@ class Game:
         try:
             self.set_state(pickle.loads(state))
             return None
-        except Exception as error:  # the env's packages may have changed, so it may be any
+        except Exception as error:
+            # The env's packages may have changed, so it may be any error.
             self.start()
             return one_line(error)
 
@@ -761,7 +772,8 @@ class Game:
             self.press(0)
         if self.fire is not None and not self.game_over:
             self.press(self.fire)
-        if self.game_over:  # these presses have ended it
+        # The presses may have ended it.
+        if self.game_over:
             self.reset()
         else:
             self.obs[:] = self.picture()[..., np.newaxis]
@@ -881,7 +893,8 @@ class Games:
     """The games of one process, those in `rows` of all N, and the model that plays them."""
 
     def __init__(self, args, model, seeds, rows, arrays, buffer, **options):
-        if multiprocessing.parent_process():  # this is a worker, which has one core
+        # A worker has one core.
+        if multiprocessing.parent_process():
             cv2.setNumThreads(1)
         own = slice(rows[0], rows[-1] + 1)
         self.first_row = rows[0]
@@ -897,7 +910,8 @@ class Games:
         try:
             return getattr(self, command)(*arguments, **options)
         except (Exception, SystemExit) as error:
-            if self.at_work is None:  # the failure is not a game's
+            # Without a game at work the failure is not a game's.
+            if self.at_work is None:
                 raise
             game, doing = self.at_work
             what = f"{game.name} (seed {game.seed}) failed in {doing}: {one_line(error)}"
@@ -1097,7 +1111,8 @@ class WorkerPool:
     def ask_workers(self, message):
         """Send a message to all workers. Returns the list of their answers."""
         for pipe, _ in self.workers:
-            with suppress(BrokenPipeError):  # a dead worker does not answer
+            # A dead worker takes no message.
+            with suppress(BrokenPipeError):
                 pipe.send(message)
 
         answers = []
@@ -1121,7 +1136,8 @@ class WorkerPool:
             return
         patience = 5 if sys.exc_info()[0] is KeyboardInterrupt else 30
         end = time.monotonic() + patience
-        with ExitStack() as stack:  # at its end, whatever happens, all that are left are killed
+        # At the block's end, whatever happens, all processes that are left are killed.
+        with ExitStack() as stack:
             for pipe, process in self.workers:
                 stack.callback(process.join)
                 stack.callback(process.kill)
@@ -1154,7 +1170,8 @@ def work(pipe, make_games, rows, shared):
     # programs that a game starts would inherit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    torch.set_num_threads(1)  # a worker has one core, and torch's threads do not survive a fork
+    # A worker has one core, and torch's threads do not survive a fork.
+    torch.set_num_threads(1)
 
     parent = multiprocessing.parent_process().sentinel
     games = None
@@ -1169,10 +1186,12 @@ def work(pipe, make_games, rows, shared):
         if not isinstance(error, GameError):
             what = f"a worker failed: {one_line(error)}"
             error = GameError(f"{what}\n{traceback.format_exc()}")
-        with suppress(OSError):  # the parent is gone
+        with suppress(OSError):
+            # The parent may be gone.
             pipe.send(error)
     if games is not None and command != "close":
-        with suppress(Exception):  # a game may fail in this too
+        with suppress(Exception):
+            # A game may fail in this, too.
             games.call("close")
 
 
@@ -1225,7 +1244,8 @@ def gathered_objects(value):
 def averaged(tensor):
     """Return the mean of the ranks' tensors."""
     if NUM_RANKS > 1:
-        tensor = tensor.clone()  # `all_reduce` writes into it
+        # `all_reduce` writes into its tensor.
+        tensor = tensor.clone()
         dist.all_reduce(tensor)
         tensor /= NUM_RANKS
     return tensor
@@ -1278,7 +1298,8 @@ class Run(AbstractContextManager):
         self.saved_games = None  # those of a run that is resumed
 
         self.logger = Logger(self.run_dir, args)
-        with ExitStack() as self.stack:  # it closes what is open if this block fails
+        # The stack closes what is open if this block fails.
+        with ExitStack() as self.stack:
             self.open()
             self.stack = self.stack.pop_all()
 
@@ -1327,7 +1348,8 @@ class Run(AbstractContextManager):
             return
 
         arrays, states = self.saved_games
-        self.saved_games = None  # it may be large
+        # They may be large.
+        self.saved_games = None
         for name, array in arrays.items():
             self.pool.arrays[name][:] = array
         problems = sum(self.pool.call("start", states), [])
@@ -1358,7 +1380,8 @@ class Run(AbstractContextManager):
         The ranks tell each other of signals here, and the clock of the iteration starts.
         """
         self.began = time.perf_counter()
-        agreed = max(gathered_objects(self.signal or 0))  # a signal that any rank has received
+        # This is a signal that any rank has received.
+        agreed = max(gathered_objects(self.signal or 0))
         self.signal = agreed or self.signal
         return self.share_done() < 1 and not agreed
 
@@ -1391,7 +1414,8 @@ class Run(AbstractContextManager):
             return
         every = self.args.eval_every
         if every and (self.iteration % every == 0 or self.share_done() >= 1):
-            row["eval_return"] = math.nan  # --resume evaluates again if it stays so
+            # If it stays NaN, --resume evaluates again.
+            row["eval_return"] = math.nan
             self.evaluate(row)
         self.logger.write(row, self.share_done())
 
@@ -1410,7 +1434,8 @@ class Run(AbstractContextManager):
         """Write the checkpoint; all ranks call this."""
         games = self.games_to_save() if with_games else None
         if RANK == 0:
-            self.logger.flush()  # a checkpoint must not be ahead of TensorBoard's file
+            # A checkpoint must not be ahead of TensorBoard's file.
+            self.logger.flush()
             Checkpoint(self.run_dir).save(self.state(), games)
         self.saved = self.iteration
         if with_games:
@@ -1499,7 +1524,8 @@ class Logger:
 
     def open(self, stack, first_step):
         """Write config.json, open progress.csv and TensorBoard's file; the stack closes them."""
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, for training only
+        # It is slow to import, and only training needs it.
+        from torch.utils.tensorboard import SummaryWriter
 
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = write_config(self.run_dir, self.args)
@@ -1599,7 +1625,8 @@ class Checkpoint:
         state = self.read()
         try:
             ranks = pickle.loads(state["games"].numpy().tobytes())
-        except Exception:  # what is unpickled may raise anything
+        except Exception:
+            # What is unpickled may raise anything.
             return state, None
         games = ranks[RANK] if len(ranks) == NUM_RANKS else None
         return state, games
@@ -1617,9 +1644,8 @@ def write_config(run_dir, args):
     """Write config.json: options, command, versions, folder. Returns the options that it keeps."""
     options = {name: value for name, value in vars(args).items() if name not in NOT_KEPT}
     here = Path(__file__).resolve().parent
-    git = subprocess.run(  # its output is empty where git is missing
-        "git rev-parse HEAD", shell=True, cwd=here, capture_output=True, text=True
-    )
+    # Where git is missing its output is empty.
+    git = subprocess.run("git rev-parse HEAD", shell=True, cwd=here, capture_output=True, text=True)
     versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
     versions["python"] = sys.version.split()[0]
     versions["git_commit"] = git.stdout.strip() or None
@@ -1635,7 +1661,8 @@ def hparams_summary(options):
 
     plain = {}
     for name, value in options.items():
-        is_number = type(value) in (int, float)  # a flag is an int, too
+        # A flag is an int, too, so `isinstance` would take it for a number.
+        is_number = type(value) in (int, float)
         plain[name] = value if is_number else str(value)
     return summary.hparams(plain, {})[1]
 
@@ -1741,7 +1768,8 @@ class ExportedPolicy(nn.Module):
         """Return the action as the env takes it, and with a memory its next state."""
         action, state = self.model.policy(**dict(zip(self.inputs, tensors, strict=True)))
         space = self.model.action_space
-        if isinstance(space, gym.spaces.Box):  # clip in the Box's precision, as in rollouts
+        # Clip in the Box's precision, as in rollouts.
+        if isinstance(space, gym.spaces.Box):
             action = action.to(torch.as_tensor(space.low).dtype)
         action = to_env(action, space, torch.as_tensor)
         return action if state is None else (action, state)
@@ -1757,7 +1785,8 @@ def export_onnx(path, model, inputs):
     tensors = tuple(torch.from_numpy(array) for array in inputs.values())
     policy = ExportedPolicy(model.cpu(), list(inputs))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter speaks of its successor
+        # The exporter warns that it has a successor.
+        warnings.simplefilter("ignore")
         torch.onnx.export(
             policy,
             tensors,
@@ -1863,7 +1892,8 @@ def parse_args(argv=None):
     """Parse and check the command line (default: the program's)."""
     parser = make_parser()
     args = parse_with_run(parser, argv)
-    make_env(args.env).close()  # an error if there is no such game
+    # This is an error if there is no such game.
+    make_env(args.env).close()
     rows = args.num_envs * args.num_steps
     check_rows(parser, args, rows)
     check_normalised(parser, args, rows)
@@ -1917,7 +1947,8 @@ def options_of_run(parser, argv, args, run_dir, may_change):
         missing = known - set(options)
         unknown = set(options) - known
         options = {name: value for name, value in options.items() if name in known}
-        if any(getattr(args, name) for name in LENGTHS):  # another length replaces the run's
+        # Another length replaces the run's.
+        if any(getattr(args, name) for name in LENGTHS):
             options |= dict.fromkeys(LENGTHS)
         parser.set_defaults(**options)
         own = parser.parse_args([])
@@ -2030,8 +2061,10 @@ def explains_itself(error):
 def main():
     """Run the command line. Returns the exit code: 1 for failures, 2 for wrong options or files."""
     sys.path.append(os.getcwd())  # where a module of --env may lie
-    with suppress(AttributeError):  # a notebook's output has no such method
-        sys.stdout.reconfigure(errors="replace")  # not all of Windows's code pages have a γ
+    # A notebook's output has no such method.
+    with suppress(AttributeError):
+        # Not all of Windows's code pages have a γ.
+        sys.stdout.reconfigure(errors="replace")
     quiet_writer_threads()
 
     args = None

@@ -271,10 +271,12 @@ def train(args, rule=None):
     The `rule` chooses each iteration's levels, see `Adaptive`. Saves, then raises GameError, when a
     game fails.
     """
-    torch.set_num_threads(1)  # more threads only slow a small network down
+    # More threads only slow a small network down.
+    torch.set_num_threads(1)
+    # The weights are drawn from torch's global generator, noise and minibatches from another one.
     torch.manual_seed(args.seed)
-    model = make_model(args)  # its weights are drawn from torch's global generator
-    generator = torch.Generator().manual_seed(args.seed)  # it draws noise and minibatches
+    model = make_model(args)
+    generator = torch.Generator().manual_seed(args.seed)
     optimizer = make_optimizer(model, args)
     rule = rule or make_rule(args)
 
@@ -283,10 +285,10 @@ def train(args, rule=None):
         while run.goes_on():
             remaining = 1 - run.share_done() if args.anneal_lr else 1
             scale_learning_rates(optimizer, remaining)
-            plan = rule.plan()  # the levels of this iteration: one if adaptive, all if together
 
-            # Sample: T^l steps on each of these levels. With --schedule together actors above the
-            # coarsest level play in pairs.
+            # Sample: T^l steps on each level of the plan. This is one level if adaptive, all if
+            # together. In the latter actors above the coarsest level play in pairs.
+            plan = rule.plan()
             buffers = []  # what each level has recorded: [own], or [own, partners']
             episodes = {}
             for level, num_steps in zip(plan.levels, plan.num_steps):
@@ -372,7 +374,8 @@ def rollout(model, pool, level, num_steps, args, generator):
         noise_of_actions = None if copies_actions else noise.to(model.device)
         add_values(model, buffer, noise_of_actions)
         buffers.append(gathered(buffer))
-    episodes = finished_episodes(buffers[OWN])  # takes their columns out
+    # This takes the columns on ended episodes out of the buffer.
+    episodes = finished_episodes(buffers[OWN])
     return buffers, episodes
 
 
@@ -427,13 +430,15 @@ def view(arrays, role, level):
     return {name: array[role, level] for name, array in arrays.items()}
 
 
-LARGEST = 1e15  # float32 must be able to hold squares of numbers, and sums of squares
+# float32 must be able to hold squares of numbers, and sums of squares.
+LARGEST = 1e15
 
 
 def check_finite(buffer, who="game"):
     """Raise GameError at the first NaN, infinity, or number of 1e15 or more."""
     for name in ("next_obs", "rewards", "obs"):
-        wrong = ~(buffer[name].abs() < LARGEST)  # NaN < LARGEST is False
+        # NaN < LARGEST is False, so NaN is wrong, too.
+        wrong = ~(buffer[name].abs() < LARGEST)
         if wrong.any():
             t, n, *entry = wrong.nonzero()[0].tolist()
             place = f"{name}{entry}" if entry else name
@@ -496,7 +501,8 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
 
     # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. At the last step it is δ_t, where
     # V(s_{t+1}) stands for all later rewards.
-    delta = list(delta)  # the steps' rows, (N,), which are faster to index
+    # Lists of the steps' rows, (N,), are faster to index than tensors.
+    delta = list(delta)
     decay = list(decay)
     A = list(delta)
     for t in reversed(range(len(A) - 1)):
@@ -580,7 +586,8 @@ def minibatch_loss(model, mb, args):
     value_weights = weights
     if args.correction == "bounded":
         mb = mb | {"advantages": weights * mb["advantages"]}
-        policy_weights = 1  # the advantages carry them
+        # The advantages carry the weights.
+        policy_weights = 1
         value_weights = weights.clamp(min=0)
 
     pg_loss, v_loss, entropy, logratio = losses(model, mb, args.clip_coef, args.clip_vloss)
@@ -710,7 +717,8 @@ def gradient_step(model, optimizer, loss, max_grad_norm):
     loss.backward()
     average_gradients(model)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    if not math.isfinite(norm):  # a step would destroy the weights
+    # A step would destroy the weights.
+    if not math.isfinite(norm):
         raise FloatingPointError("no finite gradient: lower --learning-rate?")
     optimizer.step()
 
@@ -800,7 +808,8 @@ class Together:
         for fine, partner in zip(own[1:], partners):
             covariances = torch.cov(torch.stack([fine, partner]))  # (2, 2)
             moments.append(covariances[1])
-        moments = torch.stack(moments).float()  # an env may have set another default type
+        # An env may have set another default type.
+        moments = torch.stack(moments).float()
         moved = torch.lerp(self.moments, moments, self.rate)
         self.moments = torch.where(moments.isfinite(), moved, self.moments)
         self.rate = 0.1
@@ -959,7 +968,8 @@ class Adaptive:
     def go_back(self, run):
         """Go on from the best parameters."""
         run.model.load_state_dict(self.best)
-        best_optimizer = copy.deepcopy(self.best_optimizer)  # Adam writes into what it loads
+        # Adam writes into what it loads.
+        best_optimizer = copy.deepcopy(self.best_optimizer)
         run.optimizer.load_state_dict(best_optimizer)
         self.refit = True
 
@@ -971,7 +981,8 @@ class Adaptive:
         best_worth = 0.0
         for level, (trust, rho) in enumerate(zip(self.trust, self.rho)):
             worth = trust * rho**2 / row_seconds(self.args, level)
-            if worth >= best_worth:  # the finest of equals wins
+            # Of equals the finest wins.
+            if worth >= best_worth:
                 best_worth = worth
                 chosen = level
         if chosen != self.level:
@@ -1161,7 +1172,8 @@ def problem_of_starts(model, pool, args, shown, starts):
     first_of_start = np.searchsorted(starts, starts)  # the first episode from the same start
     if not alike(shown, shown[:, first_of_start]):
         return SEED_VARIES
-    if not varies(shown[-1]):  # what differs between starts may show after a step
+    # What differs between starts may show after a step.
+    if not varies(shown[-1]):
         seeds = draw_seeds(args.num_envs, args.seed, MEASURE_SEED)
         _, next_obs = start_and_step(model, pool, args, seeds)
         shown = np.concatenate(gathered_objects(next_obs), axis=1)
@@ -1256,8 +1268,10 @@ def make_model(args, kind=None):
     with closing(make_env(args.env, args.levels[-1])) as env:
         model = (kind or Model)(env.observation_space.shape[0], env.action_space, args)
     device = "cpu" if args.device == "auto" else args.device
-    model = model.to(device, torch.float32)  # an env's library may have set another default
-    model.obs_norm.double()  # float32 rounds large numbers, such as Unix times, too coarsely
+    # An env's library may have set another default type.
+    model = model.to(device, torch.float32)
+    # float32 rounds large numbers, such as Unix times, too coarsely.
+    model.obs_norm.double()
     return model
 
 
@@ -1277,7 +1291,8 @@ class Model(nn.Module):
         self.critic = self.actor if args.shared_net else hidden_layers(obs_dim, args)
         self.head = make_head(action_space, args)
         self.value = layer_init(nn.Linear(args.hidden[-1], 1), gain=1.0)
-        if args.norm_value:  # V = 0 at first, so that the first σ is that of the rewards' sums
+        # V is 0 at first, so that the first σ is that of the rewards' sums.
+        if args.norm_value:
             nn.init.zeros_(self.value.weight)
 
     @property
@@ -1377,7 +1392,8 @@ class Categorical(nn.Module):
         if action_mask is not None:
             # With −1e8 the probability is exactly 0. With −∞ the entropy's π log π would be NaN.
             logits = logits.where(action_mask, -1e8)
-        if len(self.choices) == 1:  # an update of CartPole's takes 6 % less without split and cat
+        # Without split and cat an update of CartPole's takes 6 % less.
+        if len(self.choices) == 1:
             return logits.log_softmax(-1)
         parts = logits.split(self.choices, dim=-1)
         return torch.cat([part.log_softmax(-1) for part in parts], dim=-1)
@@ -1629,15 +1645,18 @@ def load_function(name):
     return getattr(loaded, function)
 
 
-@functools.cache  # one module for all games: its data is there once, and its classes are the same
+# All games share one module: its data is there once, and its classes are the same.
+@functools.cache
 def load_file(path):
     """Return the module in a file, which may also lie in the current folder."""
     found = Path(path)
-    if not found.exists():  # the run may be from another machine
+    # The run may be from another machine.
+    if not found.exists():
         found = Path(found.name)
     if not found.exists():
         raise ValueError(f"there is no file {path}")
-    sys.path.append(str(found.resolve().parent))  # where the modules lie that the file imports
+    # Modules that the file imports lie there.
+    sys.path.append(str(found.resolve().parent))
     spec = importlib.util.spec_from_file_location(f"simulation_{found.stem}", found)
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = loaded
@@ -1721,7 +1740,8 @@ class Game:
     def reset(self, seed=None):
         """Start an episode, of the game's current random stream or of a new seed."""
         if self.shows_pictures:
-            with suppress(Exception):  # whatever a render raises
+            with suppress(Exception):
+                # A render may raise anything.
                 self.picture = self.env.render()
         self.random_state = None
         if seed is None and self.replays:
@@ -1736,16 +1756,19 @@ class Game:
     def note(self, action):
         """Keep an action that is about to be taken, if the episode may be replayed."""
         if self.replays and len(self.actions) <= self.MAX_REPLAY:
-            self.actions.append(action.copy())  # an env may change its own
+            # An env may change the array that it gets.
+            self.actions.append(action.copy())
 
     def step(self, action):
         """Take one step. With --failed-reward a step that fails ends the episode, not the run."""
         self.note(action)
         try:
             returned = step_env(self.env, action)
-        except ApiError:  # a mistake in the env's code
+        except ApiError:
+            # This is a mistake in the env's code.
             raise
-        except (Exception, SystemExit) as error:  # whatever a solver raises
+        except (Exception, SystemExit) as error:
+            # A solver may raise anything.
             if self.failed_reward is None:
                 raise
             self.fail(one_line(error))
@@ -1760,7 +1783,8 @@ class Game:
     def fail(self, reason):
         """End the episode with --failed-reward, where it was before the step."""
         self.failures.append(f"{self.name} ({self.place()}) failed: {reason}")
-        self.to_compare = set()  # the env may be anywhere
+        # The env may be anywhere.
+        self.to_compare = set()
         obs = self.arrays["obs"][self.n].copy()
         self.record(obs, self.failed_reward, terminated=True, truncated=False)
 
@@ -1768,7 +1792,8 @@ class Game:
         """Write what came of a step, and start the next episode if this one has ended."""
         a = self.arrays
         n = self.n
-        if a["ended"][n]:  # the step before ended an episode, so this one begins another
+        # If the step before ended an episode, this one begins another.
+        if a["ended"][n]:
             a["episode_return"][n] = 0
             a["episode_length"][n] = 0
         a["episode_return"][n] += reward
@@ -1791,7 +1816,8 @@ class Game:
     def show(self, name, obs):
         """Write an observation."""
         shape = self.arrays[name].shape[1:]
-        if np.shape(obs) != shape:  # NumPy would stretch it
+        # NumPy would stretch an observation of another shape.
+        if np.shape(obs) != shape:
             raise ValueError(f"an observation has shape {np.shape(obs)}, its space {shape}")
         if name in self.to_compare:
             self.to_compare.remove(name)
@@ -1823,7 +1849,8 @@ class Game:
             if keeper is not None:
                 state["env"] = keeper.get_state()
             return pickle.dumps(state)
-        except Exception:  # an env may raise anything, or hold what cannot be pickled
+        except Exception:
+            # An env may raise anything, or hold what cannot be pickled.
             return None
 
     def set_state(self, state):
@@ -1845,7 +1872,8 @@ class Game:
 
     def replay(self, obs, state):
         """Play an episode's actions again, after reset(seed). Returns the last observation."""
-        if state["random_state"] is not None:  # it was not the first episode of the seed
+        # A later episode of the seed began with a reset without one.
+        if state["random_state"] is not None:
             self.env.unwrapped.np_random.bit_generator.state = state["random_state"]
             obs, _ = self.env.reset()
         for action in state["actions"]:
@@ -1996,7 +2024,8 @@ class Games:
         try:
             return getattr(self, command)(*arguments, **options)
         except (Exception, SystemExit) as error:
-            if self.at_work is None:  # the failure is not a game's
+            # Without a game at work the failure is not a game's.
+            if self.at_work is None:
                 raise
             game, doing = self.at_work
             what = f"{game.name} ({game.place()}) failed in {doing}: {one_line(error)}"
@@ -2044,7 +2073,8 @@ class Games:
         try:
             for game, state in zip(self.games_of(actor), states, strict=True):
                 game.set_state(state)
-        except Exception as error:  # packages may have changed, so it may be any
+        except Exception as error:
+            # Packages may have changed, so it may be any error.
             return one_line(error)
         return None
 
@@ -2232,7 +2262,8 @@ def measured_costs(args, model):
     --eval-level has its own. Neither model nor generators change.
     """
     levels = sorted({*args.levels, args.eval_level})
-    args = changed(args, levels=levels, schedule="adaptive", target_kl=None)  # without partners
+    # The schedule adaptive has no partners.
+    args = changed(args, levels=levels, schedule="adaptive", target_kl=None)
     model = copy.deepcopy(model)
     generator = torch.Generator()
 
@@ -2252,7 +2283,8 @@ def measured_costs(args, model):
         costs = [step_seconds(model, pool, level, generator) for level in range(len(levels))]
         buffer, overhead = rollout_overhead(model, pool, fewer, generator)
     rest = overhead + update_seconds(model, buffer, args, generator)
-    if len(costs) > 1 and costs[0] > max(1.5 * costs[1], 0.01):  # below 10 ms it may be noise
+    # Below 10 ms the difference may be noise.
+    if len(costs) > 1 and costs[0] > max(1.5 * costs[1], 0.01):
         report(f"level {levels[0]} costs more than {levels[1]}: slow reset? --level-costs")
     return [*costs, rest]
 
@@ -2267,7 +2299,8 @@ def step_seconds(model, pool, level, generator):
 
     All actors play an episode and start the next one.
     """
-    gc.collect()  # now, not while time is taken: that may be as long as an update
+    # Collect garbage now, not while time is taken: that may be as long as an update.
+    gc.collect()
     pool.arrays["seconds"][:] = 0
     pool.arrays["steps"][:] = 0
     chunk = len(pool.buffer["noise"])
@@ -2299,7 +2332,8 @@ def update_seconds(model, buffer, args, generator):
     actors = torch.arange(args.num_envs) % buffer["rewards"].shape[1]
     buffer = {name: column[:, actors] for name, column in buffer.items()}
     plan = Plan([0], [args.num_steps[0]], [])
-    for _ in range(2):  # the first time includes what is done once
+    # The first time includes what is done once.
+    for _ in range(2):
         gc.collect()
         optimizer = make_optimizer(model, args)
         started = time.perf_counter()
@@ -2490,7 +2524,8 @@ class WorkerPool:
     def ask_workers(self, message):
         """Send a message to all workers. Returns the list of their answers."""
         for pipe, _ in self.workers:
-            with suppress(BrokenPipeError):  # a dead worker does not answer
+            # A dead worker takes no message.
+            with suppress(BrokenPipeError):
                 pipe.send(message)
 
         answers = []
@@ -2514,7 +2549,8 @@ class WorkerPool:
             return
         patience = 5 if sys.exc_info()[0] is KeyboardInterrupt else 30
         end = time.monotonic() + patience
-        with ExitStack() as stack:  # at its end, whatever happens, all that are left are killed
+        # At the block's end, whatever happens, all processes that are left are killed.
+        with ExitStack() as stack:
             for pipe, process in self.workers:
                 stack.callback(process.join)
                 stack.callback(process.kill)
@@ -2547,7 +2583,8 @@ def work(pipe, make_games, rows, shared):
     # programs that a game starts would inherit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    torch.set_num_threads(1)  # a worker has one core, and torch's threads do not survive a fork
+    # A worker has one core, and torch's threads do not survive a fork.
+    torch.set_num_threads(1)
 
     parent = multiprocessing.parent_process().sentinel
     games = None
@@ -2562,10 +2599,12 @@ def work(pipe, make_games, rows, shared):
         if not isinstance(error, GameError):
             what = f"a worker failed: {one_line(error)}"
             error = GameError(f"{what}\n{traceback.format_exc()}")
-        with suppress(OSError):  # the parent is gone
+        with suppress(OSError):
+            # The parent may be gone.
             pipe.send(error)
     if games is not None and command != "close":
-        with suppress(Exception):  # a game may fail in this too
+        with suppress(Exception):
+            # A game may fail in this, too.
             games.call("close")
 
 
@@ -2618,7 +2657,8 @@ def gathered_objects(value):
 def averaged(tensor):
     """Return the mean of the ranks' tensors."""
     if NUM_RANKS > 1:
-        tensor = tensor.clone()  # `all_reduce` writes into it
+        # `all_reduce` writes into its tensor.
+        tensor = tensor.clone()
         dist.all_reduce(tensor)
         tensor /= NUM_RANKS
     return tensor
@@ -2690,7 +2730,8 @@ class Run(AbstractContextManager):
         self.pools = []  # all pools that are open
         self.saved_games = None  # those of a run that is resumed
         self.logger = Logger(self.run_dir, args)
-        with ExitStack() as self.stack:  # it closes what is open if this block fails
+        # The stack closes what is open if this block fails.
+        with ExitStack() as self.stack:
             self.open()
             self.stack = self.stack.pop_all()
 
@@ -2774,7 +2815,8 @@ class Run(AbstractContextManager):
             return
 
         arrays, states = self.saved_games
-        self.saved_games = None  # it may be large
+        # They may be large.
+        self.saved_games = None
         for name, array in arrays.items():
             self.pool.arrays[name][:] = array
         problems = sum(self.pool.call("start", states), [])
@@ -2823,7 +2865,8 @@ class Run(AbstractContextManager):
         The ranks tell each other of signals here, and the clock of the iteration starts.
         """
         self.began = time.perf_counter()
-        agreed = max(gathered_objects(self.signal or 0))  # a signal that any rank has received
+        # This is a signal that any rank has received.
+        agreed = max(gathered_objects(self.signal or 0))
         self.signal = agreed or self.signal
         return self.share_done() < 1 and not agreed
 
@@ -2872,11 +2915,13 @@ class Run(AbstractContextManager):
     def by_level(self, pool, array):
         """Return the sums (L,) of an array of a pool's games, by the level that they simulate."""
         sums = np.zeros(len(self.args.levels))
-        if pool is not self.pool:  # a check's games, (E,), are of the finest level
+        # A check's games, (E,), are of the finest level.
+        if pool is not self.pool:
             sums[-1] = array.sum()
             return sums
         sums += array[OWN].sum(axis=-1)
-        sums[:-1] += array[PARTNER, 1:].sum(axis=-1)  # a partner plays one level below
+        # A partner plays one level below.
+        sums[:-1] += array[PARTNER, 1:].sum(axis=-1)
         return sums
 
     def correct_costs(self):
@@ -2888,11 +2933,13 @@ class Run(AbstractContextManager):
         seconds = np.sum(gathered_objects(self.simulated_seconds), axis=0)
         steps = np.sum(gathered_objects(self.simulated_steps), axis=0)
         corrected = list(self.args.level_costs)
-        finest = seconds[-1] / steps[-1]  # there was a check
+        # There was a check, so the finest level has steps.
+        finest = seconds[-1] / steps[-1]
         for level in np.flatnonzero(steps[:-1]):
             ratio = float(seconds[level] / steps[level] / finest)
             corrected[level] = ratio * costs_of(self.args).unit
-        self.args.level_costs = corrected  # the rule goes by these from now on
+        # The rule goes by these from now on.
+        self.args.level_costs = corrected
         logged = {}
         for number, cost in zip(self.args.levels, corrected):
             logged[f"levels/step_seconds_{number}"] = cost
@@ -2916,7 +2963,8 @@ class Run(AbstractContextManager):
         seconds = time.perf_counter() - self.began
         self.counters["wall_seconds"] += seconds
         if self.history and self.history[-1].get("level") != row.get("level"):
-            self.recent = []  # these are episodes of another level
+            # Those so far are of another level.
+            self.recent = []
         for level, ended in episodes.items():
             if ended:
                 name = f"levels/return_{self.args.levels[level]}"
@@ -2951,7 +2999,8 @@ class Run(AbstractContextManager):
         every = self.args.eval_every
         evaluation_is_due = every and (self.iteration % every == 0 or self.share_done() >= 1)
         if RANK == 0 and evaluation_is_due:
-            row["eval_return"] = math.nan  # --resume evaluates again if it stays so
+            # If it stays NaN, --resume evaluates again.
+            row["eval_return"] = math.nan
             self.evaluate(row)
         if self.args.failed_reward is not None:
             self.count_failures()
@@ -2984,7 +3033,8 @@ class Run(AbstractContextManager):
         """Write the checkpoint; all ranks call this."""
         games = self.games_to_save() if with_games else None
         if RANK == 0:
-            self.logger.flush()  # a checkpoint must not be ahead of TensorBoard's file
+            # A checkpoint must not be ahead of TensorBoard's file.
+            self.logger.flush()
             Checkpoint(self.run_dir).save(self.state(), games)
         self.saved = self.iteration
         if with_games:
@@ -3079,7 +3129,8 @@ class Logger:
 
     def open(self, stack, first_step):
         """Write config.json, open progress.csv and TensorBoard's file; the stack closes them."""
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, for training only
+        # It is slow to import, and only training needs it.
+        from torch.utils.tensorboard import SummaryWriter
 
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
         options = write_config(self.run_dir, self.args)
@@ -3179,7 +3230,8 @@ class Checkpoint:
         state = self.read()
         try:
             ranks = pickle.loads(state["games"].numpy().tobytes())
-        except Exception:  # what is unpickled may raise anything
+        except Exception:
+            # What is unpickled may raise anything.
             return state, None
         games = ranks[RANK] if len(ranks) == NUM_RANKS else None
         return state, games
@@ -3197,9 +3249,8 @@ def write_config(run_dir, args):
     """Write config.json: options, command, versions, folder. Returns the options that it keeps."""
     options = {name: value for name, value in vars(args).items() if name not in NOT_KEPT}
     here = Path(__file__).resolve().parent
-    git = subprocess.run(  # its output is empty where git is missing
-        "git rev-parse HEAD", shell=True, cwd=here, capture_output=True, text=True
-    )
+    # Where git is missing its output is empty.
+    git = subprocess.run("git rev-parse HEAD", shell=True, cwd=here, capture_output=True, text=True)
     versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
     versions["python"] = sys.version.split()[0]
     versions["git_commit"] = git.stdout.strip() or None
@@ -3215,7 +3266,8 @@ def hparams_summary(options):
 
     plain = {}
     for name, value in options.items():
-        is_number = type(value) in (int, float)  # a flag is an int, too
+        # A flag is an int, too, so `isinstance` would take it for a number.
+        is_number = type(value) in (int, float)
         plain[name] = value if is_number else str(value)
     return summary.hparams(plain, {})[1]
 
@@ -3239,7 +3291,8 @@ EVAL_CHUNK = 50  # steps between two looks at whether the run was asked to stop
 def make_eval_pool(args, model, episodes=None, **options):
     """Return the pool of evaluation games, with arrays (E, ...)."""
     seeds = EVAL_SEED + np.arange(episodes or args.eval_episodes)
-    workers = 0 if episodes else args.num_workers  # a film is made in this process
+    # A film is made in this process.
+    workers = 0 if episodes else args.num_workers
     return one_level_pool(args, model, seeds, workers, args.eval_level, evaluation=True, **options)
 
 
@@ -3356,7 +3409,8 @@ class ExportedPolicy(nn.Module):
         """Return the action as the env takes it, and with a memory its next state."""
         action, state = self.model.policy(**dict(zip(self.inputs, tensors, strict=True)))
         space = self.model.action_space
-        if isinstance(space, gym.spaces.Box):  # clip in the Box's precision, as in rollouts
+        # Clip in the Box's precision, as in rollouts.
+        if isinstance(space, gym.spaces.Box):
             action = action.to(torch.as_tensor(space.low).dtype)
         action = to_env(action, space, torch.as_tensor)
         return action if state is None else (action, state)
@@ -3372,7 +3426,8 @@ def export_onnx(path, model, inputs):
     tensors = tuple(torch.from_numpy(array) for array in inputs.values())
     policy = ExportedPolicy(model.cpu(), list(inputs))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter speaks of its successor
+        # The exporter warns that it has a successor.
+        warnings.simplefilter("ignore")
         torch.onnx.export(
             policy,
             tensors,
@@ -3389,19 +3444,22 @@ class Controller(Model):
 
     def __init__(self, obs_dim, action_space, args):
         super().__init__(obs_dim, action_space, args)
-        self.name = args.baseline  # a worker loads the function itself
+        # A worker loads the function itself.
+        self.name = args.baseline
 
     def act(self, arrays, noise=None):
         """Set the actions for what the games show. GameError if the function fails."""
         decide = load_function(self.name)
-        first = getattr(self.action_space, "start", 0)  # the policy counts from 0
+        # The policy counts from 0.
+        first = getattr(self.action_space, "start", 0)
         for n, obs in enumerate(arrays["obs"]):
             try:
                 action = np.asarray(decide(obs.copy()), dtype=float).reshape(self.head.shape)
                 if not is_usable(action):
                     raise ValueError("NaN or over 1e15 in its action")
                 arrays["actions"][n] = action - first
-            except Exception as error:  # whatever it raises
+            except Exception as error:
+                # The function may raise anything.
                 raise GameError(f"argument --baseline: {one_line(error)}") from None
 
 
@@ -3429,7 +3487,8 @@ def share_outside(space, actions):
     """Return the share of the entries of actions (E, ...) that are clipped to a Box, else 0."""
     if not isinstance(space, gym.spaces.Box):
         return 0.0
-    margin = 1e-3 * (1 + np.abs(actions))  # no units differ by so little
+    # No units differ by so little.
+    margin = 1e-3 * (1 + np.abs(actions))
     outside = (actions < space.low - margin) | (actions > space.high + margin)
     return float(outside.mean())
 
@@ -3445,7 +3504,8 @@ def compare_with_baseline(args, returns):
 
 
 # ------------------------------------------------------------------------------------ analysis
-MEASUREMENTS = 10  # an analysis measures ten times what --schedule adaptive measures now and then
+# An analysis measures ten times what --schedule adaptive measures now and then.
+MEASUREMENTS = 10
 
 
 def analyse(args):
@@ -3475,7 +3535,8 @@ def analyse(args):
             if measurement == 0 and problem:
                 report(f"{problem}: ρ means little")
             rows = level_rows(args, names, np.concatenate(returns, axis=1), np.concatenate(starts))
-            write_table(path, rows)  # an analysis that is stopped leaves what it has found
+            # An analysis that is stopped leaves what it has found.
+            write_table(path, rows)
             tell_progress(measurement + 1, time.perf_counter() - began)
             print_table(rows)
     print(f"table: {path}")
@@ -3586,7 +3647,8 @@ def check_simulation(args):
         advice += [f"level {name}: {problem}" for problem in problems]
 
     for hint in hints_of_start(args, model):
-        if not any(line.endswith(hint) for line in advice):  # some are told of a level already
+        # Some are told of a level already.
+        if not any(line.endswith(hint) for line in advice):
             advice.append(hint)
     starts_agree = not any(line.endswith((SEED_VARIES, STARTS_DIFFER)) for line in advice)
     if starts_agree:
@@ -3728,7 +3790,7 @@ def problem_at_start(args, model):
     Up to eight games of each level start twice from the same seeds.
     """
     actors = max(4, min(8, args.num_envs // NUM_RANKS))
-    # Adaptive: without partners, which would follow finer levels.
+    # The schedule adaptive has no partners, which would follow finer levels.
     few = changed(args, schedule="adaptive", num_envs=actors * NUM_RANKS)
     seeds = draw_seeds(few.num_envs, args.seed, MEASURE_SEED)
     steps = None
@@ -3750,7 +3812,8 @@ def problem_at_start(args, model):
     if not alike(first, again):
         return SEED_VARIES
     obs, next_obs = first
-    shown = obs if varies(obs[-1]) else next_obs  # what differs may show after a step
+    # What differs may show after a step.
+    shown = obs if varies(obs[-1]) else next_obs
     comparable = len(args.levels) > 1 and np.isfinite(shown).all()
     return STARTS_DIFFER if comparable and not vary_together(shown) else None
 
@@ -4775,7 +4838,8 @@ def or_auto(kind):
 def parse_args(argv=None):
     """Parse and check the command line (default: the program's)."""
     parser = make_parser()
-    given = parser.parse_args(argv)  # it names the case, which has defaults of its own
+    # This first reading names the case, which has defaults of its own.
+    given = parser.parse_args(argv)
     set_defaults_of_case(parser, given)
     args = parse_with_run(parser, argv)
     check_levels(parser, args)
@@ -4788,7 +4852,8 @@ def parse_args(argv=None):
     check_baseline(parser, args)
     check_eval_level(parser, args)
     check_level_costs(parser, args)
-    if args.schedule == "adaptive" and not args.analyse:  # an analysed run may have been together
+    # An analysed run may have been of the other schedule.
+    if args.schedule == "adaptive" and not args.analyse:
         check_adaptive(parser, args)
     complete_num_steps(parser, args)
     check_num_steps(parser, args)
@@ -4869,7 +4934,8 @@ def check_baseline(parser, args):
         function = load_function(args.baseline)
         if not callable(function):
             raise TypeError(f"{args.baseline} is no function")
-    except Exception as error:  # whatever the file raises
+    except Exception as error:
+        # The file may raise anything.
         parser.error(f"argument --baseline: {one_line(error)}")
 
 
@@ -4999,7 +5065,8 @@ def options_of_run(parser, argv, args, run_dir, may_change):
         missing = known - set(options)
         unknown = set(options) - known
         options = {name: value for name, value in options.items() if name in known}
-        if any(getattr(args, name) for name in LENGTHS):  # another length replaces the run's
+        # Another length replaces the run's.
+        if any(getattr(args, name) for name in LENGTHS):
             options |= dict.fromkeys(LENGTHS)
         parser.set_defaults(**options)
         own = parser.parse_args([])
@@ -5137,8 +5204,10 @@ def explains_itself(error):
 def main():
     """Run the command line. Returns the exit code: 1 for failures, 2 for wrong options or files."""
     sys.path.append(os.getcwd())  # where a module of --env may lie
-    with suppress(AttributeError):  # a notebook's output has no such method
-        sys.stdout.reconfigure(errors="replace")  # not all of Windows's code pages have a γ
+    # A notebook's output has no such method.
+    with suppress(AttributeError):
+        # Not all of Windows's code pages have a γ.
+        sys.stdout.reconfigure(errors="replace")
     quiet_writer_threads()
 
     args = None
