@@ -4,6 +4,10 @@ r"""A simulation that is an external program, with input, result and restart fil
     python ppo_multilevel.py --env tests/examples/external_program.py:Pipe --levels 1 3 5 \
         --num-envs 8 --num-steps 10 --num-workers 0 --save-every 1 --hours 0.4
 
+The second command is that of the recorded run, on one core. For a solver of your own leave out
+--num-workers, so that as many programs run at once as there are cores, and take the options that
+README advises for expensive steps. Then --num-minibatches should leave 50 rows or more in each.
+
 Copy this file if your solver can only be started from the command line. The program is
 external_solver.py beside this file: water flows through a pipe of 8 · 2^level cells, and four
 heaters shall hold it 10 K above the temperature of the inflow.
@@ -147,7 +151,9 @@ def run_in_folder(command, folder, timeout):
     process = subprocess.Popen(
         command,
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # programs run side by side, one on each core
+        # One thread each: programs run side by side, one on each core. With k threads each set
+        # --num-workers to the number of cores / k.
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
