@@ -577,7 +577,7 @@ def gradient_step(model, optimizer, loss, max_grad_norm):
     loss.backward()
     average_gradients(model)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    # A step would destroy the weights.
+    # A step along a gradient that is not finite would destroy the weights.
     if not math.isfinite(norm):
         raise FloatingPointError("no finite gradient: lower --learning-rate?")
     optimizer.step()
@@ -648,7 +648,7 @@ class Model(nn.Module):
         self.critic = self.actor if args.shared_net else hidden_layers(width, args)
         self.head = make_head(action_space, args)
         self.value = layer_init(nn.Linear(args.hidden[-1], 1), gain=1.0)
-        # V is 0 at first, so that the first σ is that of the rewards' sums.
+        # With --norm-value V is 0 at first, so that the first σ is that of the rewards' sums.
         if args.norm_value:
             nn.init.zeros_(self.value.weight)
         self.memory = Memory(obs_dim, args) if args.rnn else None
@@ -1812,7 +1812,7 @@ class Run(AbstractContextManager):
             return
 
         arrays, states = self.saved_games
-        # They may be large.
+        # The saved games may be large.
         self.saved_games = None
         for name, array in arrays.items():
             self.pool.arrays[name][:] = array
@@ -1844,7 +1844,7 @@ class Run(AbstractContextManager):
         The ranks tell each other of signals here, and the clock of the iteration starts.
         """
         self.began = time.perf_counter()
-        # This is a signal that any rank has received.
+        # A signal that one rank has received stops all ranks.
         agreed = max(gathered_objects(self.signal or 0))
         self.signal = agreed or self.signal
         return self.share_done() < 1 and not agreed
@@ -1976,7 +1976,7 @@ class Logger:
 
     def open(self, stack, first_step):
         """Write config.json, open progress.csv and TensorBoard's file; the stack closes them."""
-        # It is slow to import, and only training needs it.
+        # TensorBoard is slow to import, and only training needs it.
         from torch.utils.tensorboard import SummaryWriter
 
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))

@@ -477,7 +477,7 @@ def gradient_step(model, optimizer, loss, max_grad_norm):
     loss.backward()
     average_gradients(model)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    # A step would destroy the weights.
+    # A step along a gradient that is not finite would destroy the weights.
     if not math.isfinite(norm):
         raise FloatingPointError("no finite gradient: lower --learning-rate?")
     optimizer.step()
@@ -1348,7 +1348,7 @@ class Run(AbstractContextManager):
             return
 
         arrays, states = self.saved_games
-        # They may be large.
+        # The saved games may be large.
         self.saved_games = None
         for name, array in arrays.items():
             self.pool.arrays[name][:] = array
@@ -1380,7 +1380,7 @@ class Run(AbstractContextManager):
         The ranks tell each other of signals here, and the clock of the iteration starts.
         """
         self.began = time.perf_counter()
-        # This is a signal that any rank has received.
+        # A signal that one rank has received stops all ranks.
         agreed = max(gathered_objects(self.signal or 0))
         self.signal = agreed or self.signal
         return self.share_done() < 1 and not agreed
@@ -1524,7 +1524,7 @@ class Logger:
 
     def open(self, stack, first_step):
         """Write config.json, open progress.csv and TensorBoard's file; the stack closes them."""
-        # It is slow to import, and only training needs it.
+        # TensorBoard is slow to import, and only training needs it.
         from torch.utils.tensorboard import SummaryWriter
 
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))

@@ -717,7 +717,7 @@ def gradient_step(model, optimizer, loss, max_grad_norm):
     loss.backward()
     average_gradients(model)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    # A step would destroy the weights.
+    # A step along a gradient that is not finite would destroy the weights.
     if not math.isfinite(norm):
         raise FloatingPointError("no finite gradient: lower --learning-rate?")
     optimizer.step()
@@ -1090,9 +1090,8 @@ def play_alike(model, pool, args, measurement, run=None):
     """Play episodes on all levels from the same starts and with the same noise of the actions.
 
     Returns the returns (L, E), the number of each episode's start (E,), and None, or a line on why
-    the levels do not start alike. Each `measurement`, a number, has its own
-    starts and noise. A `run` is charged.
-    The games of the pool are left where they are: start them anew.
+    the levels do not start alike. Each `measurement`, a number, has its own starts and noise. A
+    `run` is charged. The games of the pool are left where they are: start them anew.
     """
     rounds = num_rounds(args)
     starts = np.arange(rounds * args.num_envs) // REPEATS  # (E,)
@@ -1291,7 +1290,7 @@ class Model(nn.Module):
         self.critic = self.actor if args.shared_net else hidden_layers(obs_dim, args)
         self.head = make_head(action_space, args)
         self.value = layer_init(nn.Linear(args.hidden[-1], 1), gain=1.0)
-        # V is 0 at first, so that the first σ is that of the rewards' sums.
+        # With --norm-value V is 0 at first, so that the first σ is that of the rewards' sums.
         if args.norm_value:
             nn.init.zeros_(self.value.weight)
 
@@ -2815,7 +2814,7 @@ class Run(AbstractContextManager):
             return
 
         arrays, states = self.saved_games
-        # They may be large.
+        # The saved games may be large.
         self.saved_games = None
         for name, array in arrays.items():
             self.pool.arrays[name][:] = array
@@ -2865,7 +2864,7 @@ class Run(AbstractContextManager):
         The ranks tell each other of signals here, and the clock of the iteration starts.
         """
         self.began = time.perf_counter()
-        # This is a signal that any rank has received.
+        # A signal that one rank has received stops all ranks.
         agreed = max(gathered_objects(self.signal or 0))
         self.signal = agreed or self.signal
         return self.share_done() < 1 and not agreed
@@ -2963,7 +2962,7 @@ class Run(AbstractContextManager):
         seconds = time.perf_counter() - self.began
         self.counters["wall_seconds"] += seconds
         if self.history and self.history[-1].get("level") != row.get("level"):
-            # Those so far are of another level.
+            # The recent episodes are of another level.
             self.recent = []
         for level, ended in episodes.items():
             if ended:
@@ -3129,7 +3128,7 @@ class Logger:
 
     def open(self, stack, first_step):
         """Write config.json, open progress.csv and TensorBoard's file; the stack closes them."""
-        # It is slow to import, and only training needs it.
+        # TensorBoard is slow to import, and only training needs it.
         from torch.utils.tensorboard import SummaryWriter
 
         self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
@@ -3518,8 +3517,10 @@ def analyse(args):
     model = make_model(args)
     if args.analyse:
         model.load_state_dict(Checkpoint(args.analyse).read()["model"])
-    elif hint_of_actions(args, model.action_space):
-        report(hint_of_actions(args, model.action_space))
+    else:
+        hint = hint_of_actions(args, model.action_space)
+        if hint:
+            report(hint)
     args.level_costs = args.level_costs or measured_costs(args, model)
 
     path = Path(args.analyse or run_path(args)) / "analysis.csv"

@@ -225,9 +225,8 @@ def test_starts_that_fail(monkeypatch, tmp_path, capsys):
             return super().reset(seed=seed)
 
     words = ["--env", install(monkeypatch, Fragile), *WORDS, "--num-steps", "10"]
-    bad = ml.draw_seeds(4, 1, ml.MEASURE_SEED)[
-        -1:
-    ].tolist()  # of those that starts are compared from
+    compared = ml.draw_seeds(4, 1, ml.MEASURE_SEED)  # the seeds that starts are compared from
+    bad = [int(compared[-1])]
     ml.check_simulation(ml.parse_args(["--check", *words]))
     out, err = capsys.readouterr()
     line = r"\nstarts were not compared: .* level 1 .*failed in reset: RuntimeError: no convergence"
