@@ -1070,29 +1070,43 @@ def to_env(action, space, as_array=np.asarray):
 def action_mask(env, info):
     """Return flags of the allowed choices, entry after entry, from `info` or the env's method.
 
-    Raises ValueError if there is no mask, if it is not as many flags as there are choices, or if an
+    Raises EnvError if there is no mask, if it is not as many flags as there are choices, or if an
     entry has no allowed choice.
     """
-    if "action_mask" in info:
-        mask = flat(info["action_mask"])
-    else:
-        method = env.has_wrapper_attr("action_masks") and env.get_wrapper_attr("action_masks")
-        if not callable(method):
-            raise ValueError(MASK_NEEDED)
-        mask = flat(method())
-
+    mask = flat(given_mask(env, info))
     choices = num_choices(env.action_space)
     begins = np.cumsum([0, *choices[:-1]])
     are_flags = ((mask == 0) | (mask == 1)).all()
     if len(mask) != sum(choices) or not are_flags or not np.logical_or.reduceat(mask, begins).all():
-        raise ValueError(f"action mask {mask}: not {sum(choices)} flags, or no action is allowed")
+        raise EnvError(f"action mask {mask}: not {sum(choices)} flags, or no action is allowed")
     return mask.astype(bool)
+
+
+def given_mask(env, info):
+    """Return the mask of `info`, or of the env's method, as it is; EnvError if there is none."""
+    if "action_mask" in info:
+        return info["action_mask"]
+    method = env.has_wrapper_attr("action_masks") and env.get_wrapper_attr("action_masks")
+    if not callable(method):
+        raise EnvError(MASK_NEEDED)
+    return method()
 
 
 MASK_NEEDED = (
     "an action_mask must be in the info of reset and of every step, or returned by a method "
     "action_masks(); --no-action-masks ignores it"
 )
+
+
+def check_first_mask(mask):
+    """Raise EnvError if a mask can be read in two ways, as the list [0, 1, 1].
+
+    It may be flags, or the numbers of the allowed choices. Bools and arrays are always flags.
+    """
+    is_list = isinstance(mask, (tuple, list)) and all(type(entry) is int for entry in mask)
+    if is_list and list(mask) == sorted(mask) and set(mask) == {0, 1}:
+        line = "are these flags, or numbers of choices? Give flags as bools or as an array"
+        raise EnvError(f"action mask {mask}: {line}")
 
 
 def flat(mask):
@@ -1136,7 +1150,9 @@ class Game:
         """Start the first episode of the game's seed."""
         self.episode = 0
         self.arrays["finished"][self.n] = False
-        self.begin_episode(self.seed)
+        info = self.begin_episode(self.seed)
+        if "action_mask" in self.arrays:
+            check_first_mask(given_mask(self.env, info))
 
     def resume(self, state):
         """Take up the episode of a saved state, or start a new one if that is not possible.
@@ -1155,7 +1171,7 @@ class Game:
             return one_line(error)
 
     def begin_episode(self, seed=None):
-        """Reset the env, to its next episode or to the first one of a seed."""
+        """Reset the env, to its next episode or to the first one of a seed. Returns its info."""
         self.random_state = None
         if seed is None:
             self.random_state = random_state(self.env)
@@ -1165,6 +1181,7 @@ class Game:
         self.arrays["ended"][self.n] = True
         obs, info = reset_env(self.env, seed)
         self.show("obs", obs, info)
+        return info
 
     def step(self):
         """Take one step, and start the next episode if this one has ended."""
@@ -1205,12 +1222,12 @@ class Game:
         shape = self.arrays[name].shape[1:]
         # NumPy would stretch an observation of another shape.
         if np.shape(obs) != shape:
-            raise ValueError(f"an observation has shape {np.shape(obs)}, its space {shape}")
+            raise EnvError(f"an observation has shape {np.shape(obs)}, its space {shape}")
         self.arrays[name][self.n] = obs
         if name == "obs" and "action_mask" in self.arrays:
             self.arrays["action_mask"][self.n] = action_mask(self.env, info)
         elif name == "obs" and self.expects_no_masks and "action_mask" in info:
-            raise ValueError(MASK_NEEDED)
+            raise EnvError(MASK_NEEDED)
 
     def place(self):
         """Return where the game is, as text: its seed, the episode since then, the steps in it."""
@@ -1273,34 +1290,34 @@ class Game:
 API = "reset must return (obs, info), step (obs, reward, terminated, truncated, info)"
 
 
-class ApiError(ValueError):
-    """An env's reset or step returned something else than Gymnasium wants."""
+class EnvError(ValueError):
+    """An env has returned what cannot be used. The message says all; no traceback is needed."""
 
 
 def reset_env(env, seed=None):
-    """Return (obs, info) of env.reset; ApiError if the env has another API."""
+    """Return (obs, info) of env.reset; EnvError if the env has another API."""
     try:
         returned = env.reset(seed=seed)
     except ValueError as error:
         if is_of_a_wrapper(error):
-            raise ApiError(API) from error
+            raise EnvError(API) from error
         raise
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     if not is_pair or not isinstance(returned[1], dict):
-        raise ApiError(API)
+        raise EnvError(API)
     return returned
 
 
 def step_env(env, action):
-    """Return (obs, reward, terminated, truncated, info) of env.step; ApiError as `reset_env`."""
+    """Return (obs, reward, terminated, truncated, info) of env.step; EnvError as `reset_env`."""
     try:
         returned = env.step(action)
     except ValueError as error:
         if is_of_a_wrapper(error):
-            raise ApiError(API) from error
+            raise EnvError(API) from error
         raise
     if not isinstance(returned, tuple) or len(returned) != 5:
-        raise ApiError(API)
+        raise EnvError(API)
     return returned
 
 
@@ -1312,10 +1329,10 @@ def is_of_a_wrapper(error):
 
 
 def check_step(reward, terminated, truncated):
-    """Raise ValueError unless a step returned a number and two flags; arrays are neither."""
+    """Raise EnvError unless a step returned a number and two flags; arrays are neither."""
     is_number = isinstance(reward, numbers.Real) or getattr(reward, "shape", None) == ()
     if not is_number or not is_flag(terminated) or not is_flag(truncated):
-        raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
+        raise EnvError(f"not a number and two flags: {(reward, terminated, truncated)}")
 
 
 def is_flag(value):
@@ -1375,7 +1392,9 @@ class Games:
                 raise
             game, doing = self.at_work
             what = f"{game.name} ({game.place()}) failed in {doing}: {one_line(error)}"
-            raise GameError(f"{what}\n{traceback.format_exc()}") from None
+            if not isinstance(error, EnvError):
+                what += f"\n{traceback.format_exc()}"
+            raise GameError(what) from None
 
     def start(self, states=None):
         """Start all games, or resume them from the N saved `states`.

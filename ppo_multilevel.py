@@ -1763,7 +1763,7 @@ class Game:
         self.note(action)
         try:
             returned = step_env(self.env, action)
-        except ApiError:
+        except EnvError:
             # This is a mistake in the env's code.
             raise
         except (Exception, SystemExit) as error:
@@ -1817,12 +1817,12 @@ class Game:
         shape = self.arrays[name].shape[1:]
         # NumPy would stretch an observation of another shape.
         if np.shape(obs) != shape:
-            raise ValueError(f"an observation has shape {np.shape(obs)}, its space {shape}")
+            raise EnvError(f"an observation has shape {np.shape(obs)}, its space {shape}")
         if name in self.to_compare:
             self.to_compare.remove(name)
             psi = np.asarray(self.env.unwrapped.psi())
             if psi.shape != np.shape(obs) or not alike(obs, psi):
-                raise ValueError("an observation is not psi(): noise in it? a wrapper?")
+                raise EnvError("an observation is not psi(): noise in it? a wrapper?")
         self.arrays[name][self.n] = obs
 
     def place(self):
@@ -1886,34 +1886,34 @@ class Game:
 API = "reset must return (obs, info), step (obs, reward, terminated, truncated, info)"
 
 
-class ApiError(ValueError):
-    """An env's reset or step returned something else than Gymnasium wants."""
+class EnvError(ValueError):
+    """An env has returned what cannot be used. The message says all; no traceback is needed."""
 
 
 def reset_env(env, seed=None):
-    """Return (obs, info) of env.reset; ApiError if the env has another API."""
+    """Return (obs, info) of env.reset; EnvError if the env has another API."""
     try:
         returned = env.reset(seed=seed)
     except ValueError as error:
         if is_of_a_wrapper(error):
-            raise ApiError(API) from error
+            raise EnvError(API) from error
         raise
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     if not is_pair or not isinstance(returned[1], dict):
-        raise ApiError(API)
+        raise EnvError(API)
     return returned
 
 
 def step_env(env, action):
-    """Return (obs, reward, terminated, truncated, info) of env.step; ApiError as `reset_env`."""
+    """Return (obs, reward, terminated, truncated, info) of env.step; EnvError as `reset_env`."""
     try:
         returned = env.step(action)
     except ValueError as error:
         if is_of_a_wrapper(error):
-            raise ApiError(API) from error
+            raise EnvError(API) from error
         raise
     if not isinstance(returned, tuple) or len(returned) != 5:
-        raise ApiError(API)
+        raise EnvError(API)
     return returned
 
 
@@ -1925,10 +1925,10 @@ def is_of_a_wrapper(error):
 
 
 def check_step(reward, terminated, truncated):
-    """Raise ValueError unless a step returned a number and two flags; arrays are neither."""
+    """Raise EnvError unless a step returned a number and two flags; arrays are neither."""
     is_number = isinstance(reward, numbers.Real) or getattr(reward, "shape", None) == ()
     if not is_number or not is_flag(terminated) or not is_flag(truncated):
-        raise ValueError(f"not a number and two flags: {(reward, terminated, truncated)}")
+        raise EnvError(f"not a number and two flags: {(reward, terminated, truncated)}")
 
 
 def is_usable(value):
@@ -2028,9 +2028,11 @@ class Games:
                 raise
             game, doing = self.at_work
             what = f"{game.name} ({game.place()}) failed in {doing}: {one_line(error)}"
-            if doing == "step" and not isinstance(error, ApiError):
+            if doing == "step" and not isinstance(error, EnvError):
                 what += "; to go on after such steps: --failed-reward"
-            raise GameError(f"{what}\n{traceback.format_exc()}") from None
+            if not isinstance(error, EnvError):
+                what += f"\n{traceback.format_exc()}"
+            raise GameError(what) from None
 
     def start(self, states=None, seeds=None):
         """Start all actors.

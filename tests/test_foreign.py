@@ -170,15 +170,26 @@ def test_old_api_under_a_wrapper(tmp_path):
 @pytest.mark.parametrize("kind", ["none", "list", "tuple", "decimal"])
 def test_rewards_that_are_no_numbers(kind, tmp_path):
     """They are named as arrays are."""
-    with pytest.raises(ppo.GameError, match="failed in step: ValueError: not a number and two fl"):
+    with pytest.raises(ppo.GameError, match="failed in step: EnvError: not a number and two fl"):
         ppo.train(parse(ppo, tmp_path, f"Reward-{kind}"))
 
 
 @pytest.mark.parametrize("form", ["additive", "large", "indices", "nan"])
 def test_masks_that_are_no_flags(form, tmp_path):
     """They are refused: read as flags they would allow what is forbidden."""
-    with pytest.raises(ppo.GameError, match="failed in reset: ValueError: action mask .* 3 flags"):
+    with pytest.raises(ppo.GameError, match="failed in reset: EnvError: action mask .* 3 flags"):
         ppo.train(parse(ppo, tmp_path, f"Shop-{form}"))
+
+
+@pytest.mark.parametrize("form", ["padded", "bools", "array"])
+def test_first_mask_that_has_two_meanings(form, tmp_path):
+    """[0, 1, 1] may be flags or numbers of choices, and is refused. Bools and arrays are flags."""
+    args = parse(ppo, tmp_path, f"Shop-{form}")
+    if form == "padded":
+        with pytest.raises(ppo.GameError, match=r"mask \[0, 1, 1\]: are these flags, or numbers"):
+            ppo.train(args)
+    else:
+        assert ppo.train(args).history[-1]["episodic_return"] > 0  # the last action pays
 
 
 @pytest.mark.parametrize("name", ["Shop-flags", "Menu"])
