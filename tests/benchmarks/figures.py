@@ -32,32 +32,29 @@ ATARI = {  # title: {run: its label}
 }
 
 
-BELOW = ["finest level alone", "one coarser", "two coarser", "three coarser", "four coarser"]
-
-
 def adaptive():
     """The rule and the single levels, a panel per case: returns against seconds."""
-    figure, axes = plt.subplots(2, 4, figsize=(16, 7.5))
+    figure, axes = plt.subplots(2, 4, figsize=(16, 8))
     for case, ax in zip(TITLES, axes.flat):
         curves = tables.recorded(case)
         last = len(learn_ressim.COSTS[case])
         for below in reversed(range(last)):
             style = {"color": f"C{below}", "lw": 1.2, "ls": "-" if below else "--"}
-            draw_seeds(ax, curves[f"{case}-only-{last - below}"], BELOW[below], style)
+            name = f"{tables.grid(case, last - below)} alone"
+            draw_seeds(ax, curves[f"{case}-only-{last - below}"], name, style)
         style = {"color": "k", "lw": 2, "zorder": 9}
-        draw_seeds(ax, curves[f"{case}-adaptive"], "adaptive", style)
+        draw_seeds(ax, curves[f"{case}-adaptive"], "adaptive rule", style)
 
-        grids = f"{tables.grid(case, 1)} to {tables.grid(case, last)}"
         ax.set(xscale="log")
-        ax.set_title(f"{TITLES[case]}: {grids} cells", fontsize=10)
-        ax.set_xlabel("seconds of simulation and updates (nominal)")
+        ax.set_title(TITLES[case])
+        ax.set_xlabel("nominal seconds")
+        ax.legend(fontsize=8, loc="upper left" if case in ("v3", "v4", "ks", "gl") else "lower right")
         first = np.mean([returns[0] for *_, returns in curves[f"{case}-adaptive"].values()])
         ax.set_ylim(-20 if case == "rod" else first - 0.2 * abs(ax.get_ylim()[1] - first))
         ax.grid(alpha=0.3)
     for ax in axes[:, 0]:
         ax.set_ylabel("return on the finest grid")
     axes.flat[-1].axis("off")
-    axes.flat[-1].legend(*axes.flat[0].get_legend_handles_labels(), loc="center", fontsize=12)
     return figure
 
 
@@ -211,7 +208,7 @@ def opm():
     import opm_flow
 
     args = ml.parse_args(["--eval", str(ROOT / "runs/opm_flow")])
-    controls = {"equal rates": opm_flow.equal, "rule against water": opm_flow.against_water}
+    controls = {"equal rates": opm_flow.equal, "hand-written": opm_flow.against_water}
     controls["learned policy"] = learned(args)
     figure, axes = plt.subplots(1, 4, figsize=(13, 3.7))
     for ax, (name, control) in zip(axes[1:], controls.items()):
