@@ -719,7 +719,7 @@ def test_wrong_results_of_step_batch(script, monkeypatch, wrong):
     monkeypatch.setattr(envs.Scripted, "step_batch", staticmethod(step_batch), raising=False)
     args = script.parse_args(WRONG_GAME[script])
     if wrong:
-        line = r"level 1 .*failed in step_batch: ValueError: " + STEP_BATCHES[wrong][1]
+        line = r"level 1 .*failed in step_batch: \w+Error: " + STEP_BATCHES[wrong][1]
         with pytest.raises(script.GameError, match=line):
             script.train(args)
     else:

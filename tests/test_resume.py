@@ -31,8 +31,7 @@ CASES = {
     "CartPole, normalised": (ppo, f"--env CartPole-v1 --eval-every 3 {NORMS}"),
     "CartPole, LSTM": (ppo, "--env CartPole-v1 --rnn lstm --rnn-size 8 --num-workers 2"),
     "HalfCheetah": (ppo, "--env HalfCheetah-v5 --num-envs 2"),
-    "Breakout": (ppo_atari, "--env Breakout --num-envs 2 --num-workers 0 --eval-every 4"),
-    "Breakout, workers": (
+    "Breakout": (
         ppo_atari,
         "--env Breakout --num-envs 2 --num-workers 2 --full-action-space --eval-every 3",
     ),
