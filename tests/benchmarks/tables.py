@@ -54,10 +54,10 @@ def spread(values, form):
 
 
 def middle(values, form):
-    """Return one or two values as they are, more as median and their number."""
+    """Return one or two values as they are, of more the median."""
     if len(values) < 3:
         return spread(values, form)
-    return f"{np.median(values):{form}} (n = {len(values)})"
+    return f"{np.median(values):{form}}"
 
 
 def grouped(rows, column):
@@ -254,18 +254,19 @@ def adaptive():
 
 def verdict():
     """The same in short, for README."""
-    header = ["simulation", "adaptive rule", "best coarse level alone", "finest level alone"]
-    header += ["factor in time"]
+    header = ["simulation", "factor in time", "adaptive rule: return (length)"]
+    header += ["best coarse level alone", "finest level alone"]
     rows = []
     for case, title in TITLES.items():
         curves = recorded(case)
         _, factors, _ = comparison(case, curves, f"{case}-adaptive")
-        cells = [title]
+        cells = [title, factor(np.nanmedian(factors))]
         for run in (f"{case}-adaptive", best_coarse(case, curves), reference(case)):
             name = "" if "adaptive" in run else f"{grid(case, int(run[-1]))}: "
             seconds = np.mean([seed[0][-1] for seed in curves[run].values()])
-            cells.append(f"{name}{middle(final(curves[run]), digits(case))} in {seconds:,.0f} s")
-        rows.append([*cells, factor(np.nanmedian(factors))])
+            returns = middle(final(curves[run]), digits(case))
+            cells.append(f"{name}{returns} ({seconds:,.0f} s)")
+        rows.append(cells)
     return markdown(header, rows)
 
 
