@@ -128,7 +128,12 @@ def add_ppo_options(parser):
     add("--ent-coef", type=not_negative, default=0.01, help="c_e, weight of entropy (0 to 0.01)")
     add("--vf-coef", type=not_negative, default=0.5, help="c_v, weight of the value loss (0.5, 1)")
     add("--max-grad-norm", type=positive, default=0.5, help="clip the gradient to this global norm")
-    add("--target-kl", type=positive, help="stop an update above this KL(π_old, π) (0.01 to 0.05)")
+    add(
+        "--target-kl",
+        type=not_negative,
+        default=0.0,
+        help="stop an update above this KL(π_old, π) (0.01 to 0.05); 0: never",
+    )
 
 
 def add_network_options(parser):

@@ -136,7 +136,12 @@ def add_ppo_options(parser):
     add("--ent-coef", type=not_negative, default=0.01, help="c_e, weight of entropy (0 to 0.01)")
     add("--vf-coef", type=not_negative, default=0.5, help="c_v, weight of the value loss (0.5, 1)")
     add("--max-grad-norm", type=positive, default=0.5, help="clip the gradient to this global norm")
-    add("--target-kl", type=positive, help="stop an update above this KL(π_old, π) (0.01 to 0.05)")
+    add(
+        "--target-kl",
+        type=not_negative,
+        default=0.0,
+        help="stop an update above this KL(π_old, π) (0.01 to 0.05); 0: never",
+    )
 
 
 def add_network_options(parser):
@@ -169,9 +174,8 @@ def add_own_options(parser):
         "--schedule",
         choices=("adaptive", "together"),
         help="adaptive: one level at a time, the one that teaches most per second; together: all "
-        "levels in each iteration, which sets --learning-rate 3e-5, --update-epochs 10, "
-        "--target-kl 0.05 and 200 iterations unless they are given; None: adaptive if there are "
-        "several levels",
+        "levels in each iteration, which sets --learning-rate 3e-5, --update-epochs 10 and 200 "
+        "iterations unless they are given; None: adaptive if there are several levels",
     )
     add(
         "--levels",
@@ -2264,7 +2268,7 @@ def measured_costs(args, model):
     """
     levels = sorted({*args.levels, args.eval_level})
     # The schedule adaptive has no partners.
-    args = changed(args, levels=levels, schedule="adaptive", target_kl=None)
+    args = changed(args, levels=levels, schedule="adaptive", target_kl=0.0)
     model = copy.deepcopy(model)
     generator = torch.Generator()
 
@@ -4761,6 +4765,7 @@ def make_parser():
     parser.set_defaults(num_workers=num_cores(), eval_every=10, num_envs=50, hidden=[150, 100, 80])
     parser.set_defaults(shared_net=True, anneal_lr=False, clip_coef=0.1, ent_coef=1e-3, vf_coef=1.0)
     parser.set_defaults(num_minibatches=10, learning_rate=1e-4, update_epochs=5, clip_vloss=False)
+    parser.set_defaults(target_kl=0.05)
     return parser
 
 
@@ -4885,7 +4890,7 @@ def set_defaults_of_case(parser, given):
         if given.levels:
             num_steps = [100] + [10] * (len(given.levels) - 1)
         parser.set_defaults(levels=case.pair, num_steps=num_steps)
-        parser.set_defaults(learning_rate=3e-5, update_epochs=10, target_kl=0.05)
+        parser.set_defaults(learning_rate=3e-5, update_epochs=10)
 
 
 def is_paired(args):

@@ -36,7 +36,8 @@ TINY += "--num-workers 0 --eval-every 0 --eval-episodes 1".split()
 
 # Numeric options that may be 0, below 0, and those that may not be above 1.
 COMMON_ZERO = (
-    "--seed --num-workers --eval-every --save-every --gamma --gae-lambda --ent-coef --vf-coef"
+    "--seed --num-workers --eval-every --save-every --gamma --gae-lambda --ent-coef --vf-coef "
+    "--target-kl"
 ).split()
 ZERO = {
     ppo: [*COMMON_ZERO, "--init-log-std", "--kl-coef"],
@@ -549,8 +550,9 @@ def test_what_is_not_given(options, schedule, levels, num_steps, total_cost, len
 
 
 LEARNING = [
-    ("", (1e-4, 5, None)),
-    ("--levels 5", (1e-4, 5, None)),
+    ("", (1e-4, 5, 0.05)),
+    ("--levels 5", (1e-4, 5, 0.05)),
+    ("--target-kl 0", (1e-4, 5, 0)),
     ("--schedule together", (3e-5, 10, 0.05)),
     ("--target-kl 1 --update-epochs 2", (1e-4, 2, 1)),
     ("--schedule together --target-kl 1 --learning-rate 1", (1, 10, 1)),

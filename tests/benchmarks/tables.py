@@ -185,14 +185,15 @@ def mean_curve(seeds, times):
     return np.mean(reached, axis=0)
 
 
-def comparison(case, curves, run):
-    """Compare a run with the best single level of each budget, which is known only afterwards.
+def comparison(case, curves, run, singles=None):
+    """Compare a run with the best of `singles` at each budget, which is known only afterwards.
 
-    The budgets are 20 times, evenly spaced on a log scale, from one iteration on the finest level
-    to the end of the rule's runs. Returns the budgets (20,), the factors (20,): how much longer the
-    run takes to a budget's best result than the first single level that has it; infinite if it
-    never does, NaN where the best result is not yet 5 % of what single levels gain by the end; and
-    the shortfalls (20,): how far it is below the best result at the budget.
+    `singles` are names of runs, by default those on a single level. The budgets are 20 times,
+    evenly spaced on a log scale, from one iteration on the finest level to the end of the rule's
+    runs. Returns the budgets (20,), the factors (20,): how much longer the run takes to a budget's
+    best result than the first single level that has it; infinite if it never does, NaN where the
+    best result is not yet 5 % of what single levels gain by the end; and the shortfalls (20,): how
+    far it is below the best result at the budget.
     """
     end = np.mean([seconds[-1] for seconds, *_ in curves[f"{case}-adaptive"].values()])
     rows = 800 if case in learn_ressim.CLASSES else ROWS
@@ -200,7 +201,8 @@ def comparison(case, curves, run):
     iteration = rows * (step_seconds + update_seconds(reference(case)))
     budgets = np.geomspace(iteration, end, 20)
     times = np.geomspace(iteration / 10, end, 4000)
-    singles = [name for name in curves if "-only-" in name]
+    if singles is None:
+        singles = [name for name in curves if "-only-" in name]
     best = np.max([mean_curve(curves[name], times) for name in singles], axis=0)
     own = mean_curve(curves[run], times)
     start = np.mean([returns[0] for name in singles for *_, returns in curves[name].values()])
@@ -254,13 +256,16 @@ def adaptive():
 
 def verdict():
     """The same in short, for README."""
-    header = ["simulation", "factor in time", "adaptive rule: return (length)"]
-    header += ["best coarse level alone", "finest level alone"]
+    header = ["simulation", "beside the finest level", "beside the best single level"]
+    header += ["adaptive rule: return (length)", "best coarse level alone", "finest level alone"]
     rows = []
     for case, title in TITLES.items():
         curves = recorded(case)
-        _, factors, _ = comparison(case, curves, f"{case}-adaptive")
-        cells = [title, factor(np.nanmedian(factors))]
+        cells = [title]
+        for singles in ([reference(case)], None):
+            _, factors, _ = comparison(case, curves, f"{case}-adaptive", singles)
+            cells.append(factor(np.nanmedian(factors)))
+
         for run in (f"{case}-adaptive", best_coarse(case, curves), reference(case)):
             name = "" if "adaptive" in run else f"{grid(case, int(run[-1]))}: "
             seconds = np.mean([seed[0][-1] for seed in curves[run].values()])
