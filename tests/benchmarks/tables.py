@@ -247,7 +247,7 @@ def adaptive():
         cells.append(f"{(shortfalls <= 0).sum()} of 20")
         cells.append(spread(final(curves[f"{case}-adaptive"]), digits(case)))
         for run in (best_coarse(case, curves), reference(case)):
-            seconds = np.mean([seed[0][-1] for seed in curves[run].values()])
+            seconds = max(seed[0][-1] for seed in curves[run].values())
             ends = spread(final(curves[run]), digits(case))
             cells.append(f"{grid(case, int(run[-1]))}, {seconds:,.0f} s: {ends}")
         rows.append(cells)
@@ -268,7 +268,7 @@ def verdict():
 
         for run in (f"{case}-adaptive", best_coarse(case, curves), reference(case)):
             name = "" if "adaptive" in run else f"{grid(case, int(run[-1]))}: "
-            seconds = np.mean([seed[0][-1] for seed in curves[run].values()])
+            seconds = max(seed[0][-1] for seed in curves[run].values())
             returns = middle(final(curves[run]), digits(case))
             cells.append(f"{name}{returns} ({seconds:,.0f} s)")
         rows.append(cells)
