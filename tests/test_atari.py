@@ -528,7 +528,10 @@ def played():
     return model, replay(model)
 
 
-@pytest.mark.parametrize("num_workers, start_method", [(0, None), (2, None), (1, "spawn")])
+SPAWNED = pytest.param(1, "spawn", marks=pytest.mark.slow)  # test_pool.py has it, too
+
+
+@pytest.mark.parametrize("num_workers, start_method", [(0, None), (2, None), SPAWNED])
 def test_rollout_is_a_replay(played, num_workers, start_method):
     """Any number of workers plays what single steps of the games and the model would.
 
@@ -576,7 +579,7 @@ def test_precision_of_a_copy(played, monkeypatch):
         assert all(parameter.is_shared() for parameter in player.parameters())
 
 
-@pytest.mark.parametrize("num_workers, start_method", [(2, None), (1, "spawn")])
+@pytest.mark.parametrize("num_workers, start_method", [(2, None), SPAWNED])
 def test_rollout_with_a_model_elsewhere(played, num_workers, start_method, monkeypatch):
     """A copy on the CPU plays, with the weights that the model has then."""
     model, expected = played

@@ -330,8 +330,8 @@ def test_file_after_a_change_of_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ml, "WorkerPool", functools.partial(ml.WorkerPool, start_method="spawn"))
     file = tmp_path / "wanderer.py"
     file.write_text(WANDERER)
-    options = [*SMALL, *LEVELS, "--num-steps", "10", "--num-iterations", "1", "--num-workers", "1"]
-    options += ["--env", "wanderer.py:Wanderer", "--log-dir", str(tmp_path / "runs")]
+    options = "--levels 1 --num-steps 10 --num-iterations 1 --num-workers 1 --eval-every 0".split()
+    options += [*SMALL, "--env", "wanderer.py:Wanderer", "--log-dir", str(tmp_path / "runs")]
     run = ml.train(ml.parse_args(options))
     assert run.run_dir.name.startswith("wanderer.py_Wanderer__ppo_multilevel__1__")
 

@@ -273,7 +273,7 @@ def test_readme_simulation_needs_no_more(tmp_path):
 
 
 SB3 = dict(learning_rate=3e-4, num_steps=2048, update_epochs=10, gamma=0.99, gae_lambda=0.95)
-SB3 |= dict(clip_coef=0.2, ent_coef=0.0, vf_coef=2 * 0.5, max_grad_norm=0.5, target_kl=None)
+SB3 |= dict(clip_coef=0.2, ent_coef=0.0, vf_coef=2 * 0.5, max_grad_norm=0.5, target_kl=0)
 SB3 |= dict(norm_adv="minibatch", clip_vloss=False, anneal_lr=False, hidden=[64, 64])
 SB3 |= dict(activation="tanh", shared_net=False, init_log_std=0.0)
 
