@@ -461,14 +461,6 @@ def test_blind_levels_are_left(monkeypatch, tmp_path):
     assert "levels/rho_1" not in run.history[1] and run.history[1]["levels/trust_1"] == 1
 
 
-def test_levels_that_agree_are_cheap(monkeypatch, tmp_path):
-    """The finest level is played in checks and measurements only, as long as a cheap one gains."""
-    run = trained(monkeypatch, tmp_path, Line, AGREES)
-    assert run.rule.rho == pytest.approx([1, 1, 1])
-    levels = levels_of(run)
-    assert levels.count(1) > 0.8 * len(levels)
-
-
 def test_unlike_levels_go_by_trust_alone(monkeypatch, tmp_path, capsys):
     """One line says so, and nothing is measured any more."""
     run = trained(monkeypatch, tmp_path, Line, AGREES, unlike=True)
@@ -503,9 +495,17 @@ def test_diverging_level(monkeypatch, tmp_path):
         trained(monkeypatch, tmp_path, Line, breaks)
 
 
-def test_measurements_are_charged(monkeypatch, tmp_path):
-    """64 episodes of three steps on each level; they take no more of the time than they may."""
+def test_levels_that_agree(monkeypatch, tmp_path):
+    """The finest level is played in checks and measurements only, as long as a cheap one gains.
+
+    A measurement is charged 64 episodes of three steps on each level; all of them take no more of
+    the time than they may.
+    """
     run = trained(monkeypatch, tmp_path, Line, AGREES)
+    assert run.rule.rho == pytest.approx([1, 1, 1])
+    levels = levels_of(run)
+    assert levels.count(1) > 0.8 * len(levels)
+
     costs = np.array([1e-3, 4e-3, 1e-2]) / 1e-2
     cost = 0.0
     for row in run.history:
