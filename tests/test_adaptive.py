@@ -791,15 +791,17 @@ def test_resume_in_the_middle(run, tmp_path, last):
             assert row[name] == expected_row[name], name
 
 
-@pytest.mark.parametrize("length", [["--total-cost", "2600"], ["--num-iterations", "400"]])
-def test_a_longer_run(run, tmp_path, length):
+@pytest.mark.parametrize("option", ["--total-cost", "--num-iterations"])
+def test_a_longer_run(run, tmp_path, option):
     """A run that is over goes on with another length, in the same unit or another one."""
     copy = shutil.copytree(run.run_dir, tmp_path / "copy")
-    longer = ml.train(ml.parse_args(["--resume", str(copy), "--quiet", *length]))
-    if length[0] == "--total-cost":
+    length = 2600 if option == "--total-cost" else run.iteration + 20
+    words = ["--resume", str(copy), "--quiet", option, str(length)]
+    longer = ml.train(ml.parse_args(words))
+    if option == "--total-cost":
         assert longer.counters["total_cost"] >= 2600 and longer.iteration > run.iteration
     else:
-        assert longer.iteration == 400 > run.iteration
+        assert longer.iteration == length
 
 
 @pytest.mark.parametrize("length", [None, 40])
