@@ -1072,29 +1072,29 @@ def to_env(action, space, as_array=np.asarray):
     return action + as_array(np.int64(getattr(space, "start", 0)))
 
 
-def action_mask(env, info):
+def action_mask(env, info, is_first=False):
     """Return flags of the allowed choices, entry after entry, from `info` or the env's method.
 
     Raises EnvError if there is no mask, if it is not as many flags as there are choices, or if an
-    entry has no allowed choice.
+    entry has no allowed choice. The first mask of a game must be flags beyond doubt.
     """
-    mask = flat(given_mask(env, info))
+    if "action_mask" in info:
+        given = info["action_mask"]
+    else:
+        method = env.has_wrapper_attr("action_masks") and env.get_wrapper_attr("action_masks")
+        if not callable(method):
+            raise EnvError(MASK_NEEDED)
+        given = method()
+
+    mask = flat(given)
     choices = num_choices(env.action_space)
     begins = np.cumsum([0, *choices[:-1]])
     are_flags = ((mask == 0) | (mask == 1)).all()
     if len(mask) != sum(choices) or not are_flags or not np.logical_or.reduceat(mask, begins).all():
         raise EnvError(f"action mask {mask}: not {sum(choices)} flags, or no action is allowed")
+    if is_first:
+        check_first_mask(given)
     return mask.astype(bool)
-
-
-def given_mask(env, info):
-    """Return the mask of `info`, or of the env's method, as it is; EnvError if there is none."""
-    if "action_mask" in info:
-        return info["action_mask"]
-    method = env.has_wrapper_attr("action_masks") and env.get_wrapper_attr("action_masks")
-    if not callable(method):
-        raise EnvError(MASK_NEEDED)
-    return method()
 
 
 MASK_NEEDED = (
@@ -1104,12 +1104,12 @@ MASK_NEEDED = (
 
 
 def check_first_mask(mask):
-    """Raise EnvError if a mask can be read in two ways, as the list [0, 1, 1].
+    """Raise EnvError if a mask may be flags or the numbers of the allowed choices.
 
-    It may be flags, or the numbers of the allowed choices. Bools and arrays are always flags.
+    The list [0, 1, 1] may be either. Bools, arrays and lists that are not sorted are flags.
     """
-    is_list = isinstance(mask, (tuple, list)) and all(type(entry) is int for entry in mask)
-    if is_list and list(mask) == sorted(mask) and set(mask) == {0, 1}:
+    has_ints = isinstance(mask, (tuple, list)) and all(type(entry) is int for entry in mask)
+    if has_ints and set(mask) == {0, 1} and list(mask) == sorted(mask):
         line = "are these flags, or numbers of choices? Give flags as bools or as an array"
         raise EnvError(f"action mask {mask}: {line}")
 
@@ -1155,9 +1155,7 @@ class Game:
         """Start the first episode of the game's seed."""
         self.episode = 0
         self.arrays["finished"][self.n] = False
-        info = self.begin_episode(self.seed)
-        if "action_mask" in self.arrays:
-            check_first_mask(given_mask(self.env, info))
+        self.begin_episode(self.seed)
 
     def resume(self, state):
         """Take up the episode of a saved state, or start a new one if that is not possible.
@@ -1176,7 +1174,7 @@ class Game:
             return one_line(error)
 
     def begin_episode(self, seed=None):
-        """Reset the env, to its next episode or to the first one of a seed. Returns its info."""
+        """Reset the env, to its next episode or to the first one of a seed."""
         self.random_state = None
         if seed is None:
             self.random_state = random_state(self.env)
@@ -1186,7 +1184,6 @@ class Game:
         self.arrays["ended"][self.n] = True
         obs, info = reset_env(self.env, seed)
         self.show("obs", obs, info)
-        return info
 
     def step(self):
         """Take one step, and start the next episode if this one has ended."""
@@ -1230,7 +1227,8 @@ class Game:
             raise EnvError(f"an observation has shape {np.shape(obs)}, its space {shape}")
         self.arrays[name][self.n] = obs
         if name == "obs" and "action_mask" in self.arrays:
-            self.arrays["action_mask"][self.n] = action_mask(self.env, info)
+            is_first = self.episode == 1 and not self.actions
+            self.arrays["action_mask"][self.n] = action_mask(self.env, info, is_first)
         elif name == "obs" and self.expects_no_masks and "action_mask" in info:
             raise EnvError(MASK_NEEDED)
 

@@ -2032,9 +2032,9 @@ class Games:
                 raise
             game, doing = self.at_work
             what = f"{game.name} ({game.place()}) failed in {doing}: {one_line(error)}"
-            if doing == "step" and not isinstance(error, EnvError):
-                what += "; to go on after such steps: --failed-reward"
             if not isinstance(error, EnvError):
+                if doing == "step":
+                    what += "; to go on after such steps: --failed-reward"
                 what += f"\n{traceback.format_exc()}"
             raise GameError(what) from None
 

@@ -164,6 +164,13 @@ class Shop(Small):
         return {"action_mask": self.mask} if has_mask else {}
 
 
+class Changing(Shop):
+    """Its mask [1, 1, 0] becomes [0, 1, 1] after the first step, a list that has two meanings."""
+
+    def info(self):
+        return {"action_mask": [0, 1, 1] if self.t else [1, 1, 0]}
+
+
 class Menu(Shop):
     """A MultiDiscrete whose mask is a list of lists, one for each entry."""
 
@@ -222,6 +229,7 @@ ENVS = {
     "Shop-large": (Shop, {"mask": [0, 0, -1e9]}),
     "Shop-indices": (Shop, {"mask": [0, 1]}),
     "Shop-padded": (Shop, {"mask": [0, 1, 1]}),
+    "Shop-changing": (Changing, {}),
     "Shop-bools": (Shop, {"mask": [False, True, True]}),
     "Shop-array": (Shop, {"mask": np.int8([0, 1, 1])}),
     "Shop-nan": (Shop, {"mask": [1, 1, float("nan")]}),

@@ -181,9 +181,12 @@ def test_masks_that_are_no_flags(form, tmp_path):
         ppo.train(parse(ppo, tmp_path, f"Shop-{form}"))
 
 
-@pytest.mark.parametrize("form", ["padded", "bools", "array"])
+@pytest.mark.parametrize("form", ["padded", "bools", "array", "changing"])
 def test_first_mask_that_has_two_meanings(form, tmp_path):
-    """[0, 1, 1] may be flags or numbers of choices, and is refused. Bools and arrays are flags."""
+    """[0, 1, 1] may be flags or numbers of choices, and is refused. Bools and arrays are flags.
+
+    After a first mask that is flags beyond doubt such a list ends no run.
+    """
     args = parse(ppo, tmp_path, f"Shop-{form}")
     if form == "padded":
         with pytest.raises(ppo.GameError, match=r"mask \[0, 1, 1\]: are these flags, or numbers"):

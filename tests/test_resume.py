@@ -31,7 +31,8 @@ CASES = {
     "CartPole, normalised": (ppo, f"--env CartPole-v1 --eval-every 3 {NORMS}"),
     "CartPole, LSTM": (ppo, "--env CartPole-v1 --rnn lstm --rnn-size 8 --num-workers 2"),
     "HalfCheetah": (ppo, "--env HalfCheetah-v5 --num-envs 2"),
-    "Breakout": (
+    "Breakout": (ppo_atari, "--env Breakout --num-envs 2 --num-workers 0 --eval-every 4"),
+    "Breakout, workers": (
         ppo_atari,
         "--env Breakout --num-envs 2 --num-workers 2 --full-action-space --eval-every 3",
     ),
@@ -117,7 +118,13 @@ def equal(a, b):
     return np.array_equal(a, b, equal_nan=isinstance(a, (float, np.ndarray)))
 
 
-@pytest.mark.parametrize("case", CASES)
+# By default Breakout is resumed with workers only.
+CASE_PARAMS = [
+    pytest.param(case, marks=pytest.mark.slow if case == "Breakout" else ()) for case in CASES
+]
+
+
+@pytest.mark.parametrize("case", CASE_PARAMS)
 def test_resumed_run_is_the_same_run(case, tmp_path, capsys, monkeypatch):
     """6 iterations are 3, a stop, and 3 more: parameters, optimizer, generators, games, logs; also
     if an evaluation is due at the stop, which cuts it short: it is made again."""

@@ -154,6 +154,11 @@ def final(seeds):
     return [returns[-1] for *_, returns in seeds.values()]
 
 
+def last_second(seeds):
+    """Return how long the longest seed of a run is, in nominal seconds."""
+    return max(seconds[-1] for seconds, *_ in seeds.values())
+
+
 def first(times, returns, target):
     """Return the time of the first return at `target` or above; NaN if there is none."""
     reached = np.flatnonzero(returns >= target)
@@ -247,7 +252,7 @@ def adaptive():
         cells.append(f"{(shortfalls <= 0).sum()} of 20")
         cells.append(spread(final(curves[f"{case}-adaptive"]), digits(case)))
         for run in (best_coarse(case, curves), reference(case)):
-            seconds = max(seed[0][-1] for seed in curves[run].values())
+            seconds = last_second(curves[run])
             ends = spread(final(curves[run]), digits(case))
             cells.append(f"{grid(case, int(run[-1]))}, {seconds:,.0f} s: {ends}")
         rows.append(cells)
@@ -268,7 +273,7 @@ def verdict():
 
         for run in (f"{case}-adaptive", best_coarse(case, curves), reference(case)):
             name = "" if "adaptive" in run else f"{grid(case, int(run[-1]))}: "
-            seconds = max(seed[0][-1] for seed in curves[run].values())
+            seconds = last_second(curves[run])
             returns = middle(final(curves[run]), digits(case))
             cells.append(f"{name}{returns} ({seconds:,.0f} s)")
         rows.append(cells)
@@ -330,7 +335,7 @@ def case(case):
         cells = [methods(case)[run], f"`{run}`", spread(final(seeds), digits(case))]
         for share, clock in ((0.95, 0), (0.99, 0), (0.99, 1)):
             cells.append(spread(seconds_to(case, curves, run, share, clock), ",.0f"))
-        cells.append(f"{max(seconds[-1] for seconds, *_ in seeds.values()):,.0f}")
+        cells.append(f"{last_second(seeds):,.0f}")
         rows.append([*cells, ", ".join(seeds)])
     return markdown(header, rows)
 
