@@ -3971,29 +3971,18 @@ class Case(NamedTuple):
     # Porosity is the share of the volume that fluids can fill.
     porosity: float = 0.2
 
-    # Water and oil have these viscosities.
-    mu_w: float = 3e-4  # Pa s
-    mu_o: float = 3e-4  # Pa s
-
-    # These saturations of water and of oil cannot be displaced.
-    s_wir: float = 0.0
-    s_oir: float = 0.0
-
-    # Relative permeability is S if "linear", S² if "quadratic".
-    mobility: str = "linear"
+    # Water and oil have the same viscosity, and relative permeabilities s and 1 - s, where s is
+    # the saturation of water. So the share of water in a flow is s, and the total mobility is
+    # s / μ + (1 - s) / μ = 1 / μ, whatever s is.
+    viscosity: float = 3e-4  # Pa s
 
     # Each of the three sets (training, evaluation, validation) has this many fields.
     n_fields: int = 16
 
-    @property
-    def linear(self):
-        """Whether total mobility λ is the same at all saturations and f(S) = S."""
-        return self.mobility == "linear" and self.mu_w == self.mu_o
-
-    @property
-    def movable(self):
-        """Share of the pore volume in which water and oil can displace each other."""
-        return 1 - self.s_wir - self.s_oir
+    # A run has these defaults: its length in steps of the finest level, and the pairs
+    # (level, T^l) of --schedule together.
+    finest_steps: int = 200_000
+    together: tuple = ()
 
     @property
     def rate(self):
@@ -4136,6 +4125,8 @@ CASES = {
         fields=channel_fields,
         dt=5.0,
         pore_volumes=0.7,
+        finest_steps=32_000,
+        together=((2, 100), (5, 5)),
     ),
     # Injectors stand in the middle column, producers at both edges.
     "ResSim-v2": Case(
@@ -4150,6 +4141,8 @@ CASES = {
         fields=gaussian_fields,
         dt=1.0,
         pore_volumes=1.0,
+        finest_steps=50_000,
+        together=((1, 140), (4, 5)),
     ),
     # Water flows from the left to the right edge, fastest in thief zones one cell wide.
     "ResSim-v3": Case(
@@ -4161,6 +4154,8 @@ CASES = {
         fields=streak_fields,
         dt=5.0,
         pore_volumes=0.7,
+        finest_steps=200_000,
+        together=((3, 60), (4, 15)),
     ),
     # This is ResSim-v3 with thief zones three cells wide.
     "ResSim-v4": Case(
@@ -4172,6 +4167,8 @@ CASES = {
         fields=functools.partial(streak_fields, width=3),
         dt=5.0,
         pore_volumes=0.7,
+        finest_steps=200_000,
+        together=((3, 60), (4, 15)),
     ),
 }
 
@@ -4201,54 +4198,6 @@ def refine(x, shape):
     return x.repeat(heights, axis=-2).repeat(widths, axis=-1)
 
 
-def effective_saturation(s, case):
-    """Return S = (s - s_wir) / (1 - s_wir - s_oir), water's share of the movable fluid."""
-    return (s - case.s_wir) / case.movable
-
-
-def saturation(effective, case):
-    """Return water saturation s at effective saturation S, the inverse function."""
-    return case.s_wir + case.movable * effective
-
-
-def mobility(s, case):
-    """Compute total mobility and fractional flow at water saturations s, of any shape.
-
-    Returns three arrays of this shape: total mobility λ [1/(Pa s)], water's fractional flow f
-    (its share of the flow), and df/ds.
-    """
-    effective = effective_saturation(s, case)
-    m = 1 if case.mobility == "linear" else 2
-
-    # λ_w = Sᵐ / μ_w, λ_o = (1 - S)ᵐ / μ_o, and their derivatives by S
-    water = effective**m / case.mu_w
-    oil = (1 - effective) ** m / case.mu_o
-    d_water = m * effective ** (m - 1) / case.mu_w
-    d_oil = -m * (1 - effective) ** (m - 1) / case.mu_o
-
-    # λ = λ_w + λ_o, f = λ_w / λ, df/ds = (λ_w' λ_o - λ_w λ_o') / λ² · dS/ds
-    total = water + oil
-    fraction = water / total
-    d_fraction = (d_water * oil - water * d_oil) / (total**2 * case.movable)
-    return total, fraction, d_fraction
-
-
-class TransportEquations(NamedTuple):
-    """The equations of one backward Euler step: storage (S⁺ - S) + flow f(S⁺) = source.
-
-    S and S⁺ are the effective saturations before and after the step, f is water's fractional
-    flow. The C cells of all n reservoirs have one equation each. They are sorted by falling
-    pressure, which makes the sparse matrix `flow` lower triangular. Its first C entries are its
-    diagonal.
-    """
-
-    storage: np.ndarray  # (C,) m²/day
-    source: np.ndarray  # (C,) m²/day
-    flow: np.ndarray  # (entries,) m²/day
-    rows: np.ndarray  # (entries,)
-    cols: np.ndarray  # (entries,)
-
-
 def transport(s, p, transmissibility, q, grid):
     """Move the water for one control step: `case.substeps` backward Euler steps.
 
@@ -4256,26 +4205,26 @@ def transport(s, p, transmissibility, q, grid):
     transmissibilities (n, faces) [m²/(Pa day)]. Pressures and rates are constant during the
     steps. Returns the saturations (n, ny, nx) after them.
 
-    Raises RuntimeError if Newton's method does not converge.
+    Each of the C cells of all reservoirs has one equation, storage (s⁺ - s) + flow s⁺ = source,
+    in m²/day. s and s⁺ are the saturations (C,) before and after a step.
     """
     case = grid.case
-    n = len(s)
 
     # Fluid flows to cells of lower pressure. When the cells are sorted by falling pressure, it
-    # flows to later cells only: all matrices are lower triangular, and easy to solve.
+    # flows to later cells only: the matrix is lower triangular, and easy to solve.
     order, rank = order_by_pressure(p)
     q = q.ravel()[order]
-    flow, rows, cols = upwind_matrix(p, transmissibility, q, rank, grid)
     source = np.maximum(q, 0)
-    storage = np.broadcast_to(grid.pore * case.movable / case.dt, s.shape).ravel()[order]
-    equations = TransportEquations(storage, source, flow, rows, cols)
+    storage = grid.pore / case.dt
 
-    effective = effective_saturation(s.ravel()[order], case)
-    if case.linear:
-        effective = linear_steps(effective, equations, case.substeps)
-    else:
-        effective = newton_steps(effective, equations, n, case)
-    return saturation(effective[rank], case).reshape(s.shape)
+    # All steps solve (storage + flow) s⁺ = storage s + source, with the same matrix.
+    entries, rows, cols = upwind_matrix(p, transmissibility, q, rank, grid)
+    entries[: q.size] += storage
+    lu = factor_lower(entries, rows, cols)
+    sorted_s = s.ravel()[order]
+    for _ in range(case.substeps):
+        sorted_s = lu.solve(storage * sorted_s + source)
+    return sorted_s[rank].reshape(s.shape)
 
 
 def order_by_pressure(p):
@@ -4293,10 +4242,11 @@ def order_by_pressure(p):
 
 
 def upwind_matrix(p, transmissibility, q, rank, grid):
-    """Assemble the matrix `flow` of `TransportEquations` by the upwind scheme.
+    """Assemble the sparse matrix `flow` of `transport` (C, C) by the upwind scheme.
 
     Only the rates q (C,) are sorted by falling pressure; p (n, ny, nx), transmissibilities
-    (n, faces) and rank (n, ny · nx) are not. Returns the entries, their rows and their columns.
+    (n, faces) and rank (n, ny · nx) are not. Returns the entries [m²/day], their rows and their
+    columns. The first C entries are the diagonal.
     """
     # Fluid flows through a face from the upstream to the downstream cell.
     p = p.reshape(len(p), -1)
@@ -4314,66 +4264,6 @@ def upwind_matrix(p, transmissibility, q, rank, grid):
     rows = np.concatenate([diagonal, downstream])
     cols = np.concatenate([diagonal, upstream])
     return entries, rows, cols
-
-
-def linear_steps(effective, equations, substeps):
-    """Return S (C,) after all backward Euler steps, starting from `effective`, if f(S) = S.
-
-    All steps solve (storage + flow) S⁺ = storage S + source, with the same matrix.
-    """
-    matrix = equations.flow.copy()
-    matrix[: effective.size] += equations.storage
-    lu = factor_lower(matrix, equations.rows, equations.cols)
-    for _ in range(substeps):
-        effective = lu.solve(equations.storage * effective + equations.source)
-    return effective
-
-
-def newton_steps(effective, equations, n, case):
-    """Return S (C,) after all backward Euler steps, starting from `effective`, for any f."""
-    # f is steepest at its inflection point.
-    effective_grid = np.linspace(0, 1, 2001)
-    _, _, slope = mobility(saturation(effective_grid, case), case)
-    inflection = effective_grid[slope.argmax()]
-
-    for _ in range(case.substeps):
-        effective = newton_step(effective, equations, inflection, n, case)
-    return effective
-
-
-def newton_step(old, equations, inflection, n, case):
-    """Solve `equations` for S⁺ (C,), given S = `old` (C,), by Newton's method.
-
-    An iteration that would cross the inflection point of f stops there, and this makes the
-    method converge. Source: Jenny, Tchelepi & Lee 2009, J. Comput. Phys. 228.
-
-    Raises RuntimeError after 200 iterations.
-    """
-    storage, source, flow, rows, cols = equations
-    leaving = flow[: old.size]
-
-    effective = old
-    for _ in range(200):
-        _, fraction, slope = mobility(saturation(effective, case), case)
-        outflow = np.bincount(rows, flow * fraction[cols])
-        residual = storage * (effective - old) + outflow - source
-        error = np.abs(residual / (storage + leaving)).reshape(n, -1).max(axis=1)  # (n,)
-        converged = error < 1e-12
-        if converged.all():
-            return effective
-
-        # The Jacobian is storage + flow df/dS.
-        jacobian = flow * (slope * case.movable)[cols]
-        jacobian[: old.size] += storage
-        new = effective - factor_lower(jacobian, rows, cols).solve(residual)
-
-        # Rounding errors of the fluxes need some room below 0 and above 1.
-        new = new.clip(-1e-6, 1 + 1e-6)
-        new[(effective - inflection) * (new - inflection) < 0] = inflection
-
-        # A converged reservoir keeps its solution: its result must not depend on the others.
-        effective = np.where(np.repeat(converged, old.size // n), effective, new)
-    raise RuntimeError(f"transport: Newton residual {error.max():.1e} after 200 steps")
 
 
 def factor_lower(values, rows, cols):
@@ -4442,31 +4332,25 @@ class Grid:
         rows, cols = np.unravel_index(cells_on_policy_grid[wells], self.shape)
         return ..., rows, cols
 
-    def solve_pressure(self, field, s, q):
-        """Solve div(-k λ(s) grad p) = q with closed boundaries, by finite volumes.
+    def solve_pressure(self, field, q):
+        """Solve div(-k / μ grad p) = q with closed boundaries, by finite volumes.
 
-        Takes the number of a field, saturations s (ny, nx), and rates q (ny, nx) [m²/day] whose
-        sum is 0. Returns pressures p (ny, nx) [Pa], where p[0, 0] = 0, and transmissibilities
-        (faces,) [m²/(Pa day)].
+        Takes the number of a field, and rates q (ny, nx) [m²/day] whose sum is 0. Returns
+        pressures p (ny, nx) [Pa], where p[0, 0] = 0, and transmissibilities (faces,)
+        [m²/(Pa day)].
         """
-        # In a linear case the matrix is the same at all saturations.
-        if field not in self.factored or not self.case.linear:
-            transmissibility = self.transmissibility(field, s)
+        if field not in self.factored:
+            transmissibility = self.transmissibility(field)
             lu = self.factor_pressure(transmissibility)
             self.factored[field] = lu, transmissibility
 
         lu, transmissibility = self.factored[field]
         return lu.solve(q.ravel()).reshape(q.shape), transmissibility
 
-    def transmissibility(self, field, s):
-        """Return the transmissibilities (faces,) [m²/(Pa day)] of a field at saturations s."""
-        # In a linear case λ depends on s by rounding errors only. Using its value at s_wir for
-        # all s removes them.
-        if self.case.linear:
-            s = self.case.s_wir
-        total_mobility, _, _ = mobility(s, self.case)
-
-        # T = 2 A / (Δ/k₁λ₁ + Δ/k₂λ₂): length over distance times the harmonic mean of k λ
+    def transmissibility(self, field):
+        """Return the transmissibilities (faces,) [m²/(Pa day)] of a field."""
+        # T = 2 A / (Δ/k₁λ + Δ/k₂λ): length over distance times the harmonic mean of k λ
+        total_mobility = 1 / self.case.viscosity  # λ, in 1/(Pa s)
         resistance = 1 / (DAY * self.perm[field] * total_mobility).ravel()
         return 2 * self.length_over_distance / (resistance[self.a] + resistance[self.b])
 
@@ -4519,9 +4403,7 @@ class ResSim(gym.Env):
     Raises ValueError if there is no such level.
     """
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 2}
-
-    def __init__(self, case, level, evaluation=False, validation=False, render_mode=None):
+    def __init__(self, case, level, evaluation=False, validation=False):
         if isinstance(case, str):
             case = CASES[case]
         if level not in range(1, len(case.grids) + 1):
@@ -4537,10 +4419,7 @@ class ResSim(gym.Env):
 
         self.case = case
         self.grid = Grid(case, level, self.fields)
-        self.render_mode = render_mode
         self.t = None  # control steps since reset
-        rows, columns = self.grid.shape
-        self.level_name = f"{rows} × {columns}"
 
         n_in = len(case.injectors[0])
         n_out = len(case.producers[0])
@@ -4567,7 +4446,7 @@ class ResSim(gym.Env):
         if self.field not in range(n_fields):
             raise ValueError(f"field must be 0..{n_fields - 1}, got {self.field}")
 
-        self.s = np.full(self.grid.shape, self.case.s_wir)  # water saturation
+        self.s = np.zeros(self.grid.shape)  # water saturation
         self.p = np.zeros(self.grid.shape)  # Pa
         self.t = 0
         return self.psi().astype(np.float32), {"field": self.field}
@@ -4596,14 +4475,6 @@ class ResSim(gym.Env):
         [-1, 1].
         """
         return self.grid.observe(self.s, self.p)
-
-    def get_state(self):
-        """Return what `set_state` of a simulation of this case and level needs to continue."""
-        return self.s, self.p, self.t, self.field, self.np_random
-
-    def set_state(self, state):
-        """Continue from a state that `get_state` returned."""
-        self.s, self.p, self.t, self.field, self.np_random = state
 
     def map_from(self, other):
         """Take over the state of another level, coarsened or refined.
@@ -4663,29 +4534,11 @@ class ResSim(gym.Env):
 
         # Nothing is compressible and all boundaries are closed: oil produced = water gained.
         oil_produced = grid.pore * (s_new - s).sum(axis=(1, 2))
-        oil_in_place = grid.pore * s[0].size * (1 - case.s_wir)
+        oil_in_place = grid.pore * s[0].size
         rewards = oil_produced / oil_in_place
         terminated = np.array([env.t >= case.control_steps for env in envs])
         truncated = np.zeros(len(envs), dtype=bool)
         return grid.observe(s_new, p).astype(np.float32), rewards, terminated, truncated
-
-    def render(self):
-        """Return a picture (height, width, 3) uint8: oil is brown, water is blue.
-
-        Injectors are white, producers are red.
-        """
-        brown = np.array([84, 52, 30])
-        blue = np.array([44, 123, 214])
-        red = np.array([230, 30, 30])
-        white = 255
-
-        water = refine(self.s, self.case.grids[-1])[..., None].clip(0, 1)  # (ny, nx, 1)
-        image = (1 - water) * brown + water * blue  # (ny, nx, 3)
-        image[self.case.injectors] = white
-        image[self.case.producers] = red
-
-        zoom = math.ceil(256 / self.case.grids[-1][0])
-        return image.astype(np.uint8).repeat(zoom, axis=0).repeat(zoom, axis=1)
 
 
 def solve_pressures(envs, q):
@@ -4698,30 +4551,13 @@ def solve_pressures(envs, q):
     pressures = []
     transmissibilities = []
     for env, rates in zip(envs, q):
-        p, transmissibility = env.grid.solve_pressure(env.field, env.s, rates)
+        p, transmissibility = env.grid.solve_pressure(env.field, rates)
         pressures.append(p)
         transmissibilities.append(transmissibility)
     return np.stack(pressures), np.stack(transmissibilities)
 
 
 # ------------------------------------------------------------------------------------ command line
-class Defaults(NamedTuple):
-    """The defaults of an --env."""
-
-    levels: list  # with --schedule adaptive
-    total_cost: float | None
-    pair: list  # the levels with --schedule together
-    pair_steps: list  # their --num-steps
-
-
-DEFAULTS = {
-    "ResSim-v1": Defaults([1, 2, 3, 4, 5], 32_000.0, [2, 5], [100, 5]),
-    "ResSim-v2": Defaults([1, 2, 3, 4], 50_000.0, [1, 4], [140, 5]),
-    "ResSim-v3": Defaults([1, 2, 3, 4], 200_000.0, [3, 4], [60, 15]),
-    "ResSim-v4": Defaults([1, 2, 3, 4], 200_000.0, [3, 4], [60, 15]),
-}
-NO_DEFAULTS = Defaults([], None, [], [])  # other simulations have these
-
 # The options that say how long a run is, and the counters that they limit.
 LENGTHS = {
     "num_iterations": "iteration",
@@ -4880,17 +4716,24 @@ def set_options_of_analysis(args, given):
 
 def set_defaults_of_case(parser, given):
     """Set the defaults that --env, --schedule and --levels decide on."""
-    case = DEFAULTS.get(given.env, NO_DEFAULTS)
     schedule = "together" if len(given.levels) == 1 else "adaptive"
-    parser.set_defaults(levels=case.levels, schedule=schedule)
-    if given.env in CASES:
-        parser.set_defaults(init_log_std=-2.9)
+    parser.set_defaults(schedule=schedule)
+    case = CASES.get(given.env)
+    if case:
+        parser.set_defaults(levels=levels_of(case), init_log_std=-2.9)
     if given.schedule == "together" and len(given.levels) != 1 and given.analyse is None:
-        num_steps = case.pair_steps
+        pairs = case.together if case else ()
+        levels = [level for level, _ in pairs]
+        num_steps = [steps for _, steps in pairs]
         if given.levels:
             num_steps = [100] + [10] * (len(given.levels) - 1)
-        parser.set_defaults(levels=case.pair, num_steps=num_steps)
+        parser.set_defaults(levels=levels, num_steps=num_steps)
         parser.set_defaults(learning_rate=3e-5, update_epochs=10)
+
+
+def levels_of(case):
+    """Return the numbers of a case's levels, from 1."""
+    return list(range(1, len(case.grids) + 1))
 
 
 def is_paired(args):
@@ -5001,9 +4844,9 @@ def set_length(parser, args):
         args.num_iterations = 200
         return
     # Other simulations are as long as `default_cost` says, once their costs are known.
-    case = DEFAULTS.get(args.env, NO_DEFAULTS)
-    if args.levels[-1:] == case.levels[-1:]:
-        args.total_cost = case.total_cost
+    case = CASES.get(args.env)
+    if case and args.levels[-1] == levels_of(case)[-1]:
+        args.total_cost = float(case.finest_steps)
 
 
 def set_hours(args):

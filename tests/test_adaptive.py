@@ -8,7 +8,6 @@ import time
 import types
 from pathlib import Path
 
-import cv2
 import envs
 import gymnasium as gym
 import numpy as np
@@ -688,24 +687,6 @@ def test_run_tensorboard_costs(run):
         shown = {event.step: event.value for event in events.Scalars(f"costs/{name}")}
         table = {int(row["global_step"]): float(row[name]) for row in rows(run.run_dir)}
         assert shown == pytest.approx(table)
-
-
-def test_run_tensorboard_picture(run):
-    """Every evaluation has a picture of where its first episode ended, the last one as by hand."""
-    events = EventAccumulator(str(run.run_dir), size_guidance={"images": 0}).Reload()
-    images = events.Images("eval/end")
-    evaluated = [int(row["global_step"]) for row in rows(run.run_dir) if row["eval_return"]]
-    assert [image.step for image in images] == evaluated and len(evaluated) > 1
-    envs = [ml.make_env(run.args.env, run.args.eval_level, evaluation=True) for _ in range(2)]
-    obs, over = [env.reset(seed=ml.EVAL_SEED + i)[0] for i, env in enumerate(envs)], [False]
-    act, arrays = ml.fast_act(run.result), {"actions": np.zeros((2, 64), np.float32)}
-    while not any(over):  # both, since rows of one matrix are rounded otherwise than a row alone
-        act(arrays | {"obs": np.stack(obs)})
-        pairs = zip(envs, arrays["actions"])
-        steps = [env.step(ml.to_env(action, env.action_space)) for env, action in pairs]
-        obs, _, over, *_ = zip(*steps)
-    picture = cv2.imdecode(np.frombuffer(images[-1].encoded_image_string, np.uint8), 1)
-    assert np.array_equal(picture[..., ::-1], envs[0].render())
 
 
 def test_every_step_is_charged_by_its_level(run):

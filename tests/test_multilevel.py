@@ -585,17 +585,15 @@ def test_evaluation_uses_other_fields_and_the_finest_level():
 
 
 def test_evaluation_in_workers():
-    """Workers share the episodes; returns and the picture are those of one process."""
+    """Workers share the episodes; the returns are those of one process."""
     args = ml.parse_args("--env ResSim-v1 --levels 1 --eval-episodes 5".split())
     model, seen = ml.make_model(args), []
     for args.num_workers in (0, 2):
-        with ml.closing(ml.make_eval_pool(args, model, render_mode="rgb_array")) as pool:
+        with ml.closing(ml.make_eval_pool(args, model)) as pool:
             assert len(pool.workers) == args.num_workers
             returns, _ = ml.evaluate(model, pool)
-            seen.append((returns, pool.call("picture")[0]))
-    (returns, picture), (others, other) = seen
-    np.testing.assert_allclose(returns, others, rtol=1e-5)  # the policy sees other batches
-    assert picture.shape == (256, 256, 3) and abs(picture.astype(int) - other).max() <= 1
+            seen.append(returns)
+    np.testing.assert_allclose(*seen, rtol=1e-5)  # the policy sees other batches
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])

@@ -37,9 +37,10 @@ CASES = {
     "target KL": (ppo, "--target-kl 1e-7 --num-minibatches 8"),
     "LSTM": (ppo, "--rnn lstm --rnn-size 8"),
     "Breakout": (ppo_atari, ""),
-    "ResSim, step": (
+    "pairs, step": (
         ppo_multilevel,
-        "--eval-every 2 --correction literal --schedule together --coupling step",
+        "--env envs:make --eval-every 2 --correction literal --schedule together --coupling step "
+        "--norm-value",
     ),
     "ResSim, noise": (ppo_multilevel, "--coupling noise --norm-obs --schedule together"),
 }
@@ -155,7 +156,7 @@ def test_two_ranks_do_what_one_does(case, tmp_path):
         assert state["counters"][name] == expected["counters"][name]
     steps = [s["optimizer"]["state"][0]["step"] for s in (expected, state)]
     assert steps[0] == steps[1]
-    if case != "CartPole, adaptive":  # its simulation cannot tell its state
+    if case not in ("ResSim, noise", "CartPole, adaptive"):  # which cannot tell their state
         seeds = [seeds_of(script, saved_games(state)) for state in (expected, state)]
         starts = (0,)
         if "adaptive" in case:  # games start anew after each measurement
@@ -181,6 +182,8 @@ def test_two_ranks_do_what_one_does(case, tmp_path):
 def test_resume(script, tmp_path):
     """3 iterations, and 2 more in new ranks, are 5; one process alone starts new episodes."""
     argv = options(script, tmp_path / "whole", "--num-iterations", "5", "--no-anneal-lr")
+    if script is ppo_multilevel:
+        argv += ["--env", "envs:make"]  # which can tell its state
     assert run_ranks(script, tmp_path, argv)[0] == [0, 0]
     argv[argv.index("5")], argv[argv.index(str(tmp_path / "whole"))] = "3", str(tmp_path / "parts")
     assert run_ranks(script, tmp_path, argv)[0] == [0, 0]

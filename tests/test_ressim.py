@@ -21,7 +21,6 @@ GOLDEN = Path(__file__).parent / "golden"
 ENVS = ["a_env_case1_L1_8x8_k0", "a_env_case1_L2_15x15_k0", "a_env_case1_L3_30x30_k0"]
 ENVS += ["a_env_case2_L1_7x22_k0"]
 KEYS = ("p0", "p1", "fine", "mean", "hmean", "sum", "coarse", "c2f")
-SOLVERS = ["a_solver_linear_8x8", "a_solver_quadratic_8x8", "a_solver_quadratic_15x15"]
 IDS = sorted(CASES)
 
 
@@ -108,34 +107,37 @@ def fluxes(p, t, grid):
     return np.pad(vx, ((0, 0), (0, 0), (1, 1))), np.pad(vy, ((0, 0), (1, 1), (0, 0)))
 
 
-@pytest.mark.parametrize("name", SOLVERS)
-def test_solver_equals_reference(name):
-    g = load(name)
-    viscosities = {key: float(g[key]) for key in ("mu_w", "mu_o", "s_wir", "s_oir")}
-    case = Case(
-        (g["k"].shape,), float(g["lx"]), float(g["ly"]), (), (), lambda *_: g["k"][None],
-        float(g["dt"]), 0.0, substeps=1, mobility=name.split("_")[2], **viscosities,
-    )  # fmt: skip
-    for ours, key in zip(ppo_multilevel.mobility(g["s0"], case), ("lamb0", "f0", "df0")):
-        np.testing.assert_allclose(ours, g[key], rtol=1e-10)
+def test_solver_equals_reference():
+    """Pressures and fluxes of a simulator with unequal viscosities; any rates; oblong cells.
+
+    There λ depends on the saturation. Here the viscosity is 1, and the permeability is k λ of the
+    reference. So the saturations of a step are checked by the discrete equation itself.
+    """
+    g = load("a_solver_linear_8x8")
     ny, nx = g["k"].shape
-    grid, s, q = ppo_multilevel.Grid(case, 1, 0), g["s0"], g["q"][None]
-    grid.pore = pore = g["phi"] * case.lx * case.ly / (ny * nx)  # another one in every cell
-    for i in range(4):
-        p, t = (array[None] for array in grid.solve_pressure(0, s, q[0]))
+    q = g["q"][None]
+    for i, before in enumerate([g["s0"], *g["s"][:3]]):
+        effective = (before - g["s_wir"]) / (1 - g["s_wir"] - g["s_oir"])
+        mobility = effective / g["mu_w"] + (1 - effective) / g["mu_o"]
+        if i == 0:
+            np.testing.assert_allclose(mobility, g["lamb0"], rtol=1e-10)
+        case = Case(
+            ((ny, nx),), float(g["lx"]), float(g["ly"]), (), (),
+            lambda *_, k=g["k"] * mobility: k[None],
+            float(g["dt"]), 0.0, substeps=1, viscosity=1.0,
+        )  # fmt: skip
+        grid = ppo_multilevel.Grid(case, 1, 0)
+        p, t = (array[None] for array in grid.solve_pressure(0, q[0]))
         vx, vy = fluxes(p, t, grid)
-        before = s
-        s = ppo_multilevel.transport(s[None], p, t, q, grid)[0]
         # p up to a constant, and in Pa instead of Pa · s / day
         assert relative(p[0] - p.mean(), (g["p"][i] - g["p"][i].mean()) / 86400) < 1e-5
         assert relative(vx[0], g["vx"][i]) < 1e-5 and relative(vy[0], g["vy"][i]) < 1e-5
-        assert np.abs(s - g["s"][i]).max() < 2e-5
-        # The discrete equation itself: pore ds/dt + div(f v) = q⁺ + q⁻ f, cell by cell
-        f = ppo_multilevel.mobility(s, case)[1]
-        fx = np.maximum(vx[0, :, 1:-1], 0) * f[:, :-1] + np.minimum(vx[0, :, 1:-1], 0) * f[:, 1:]
-        fy = np.maximum(vy[0, 1:-1], 0) * f[:-1] + np.minimum(vy[0, 1:-1], 0) * f[1:]
+        # pore ds/dt + div(s v) = q⁺ + q⁻ s, cell by cell
+        s = ppo_multilevel.transport(before[None], p, t, q, grid)[0]
+        fx = np.maximum(vx[0, :, 1:-1], 0) * s[:, :-1] + np.minimum(vx[0, :, 1:-1], 0) * s[:, 1:]
+        fy = np.maximum(vy[0, 1:-1], 0) * s[:-1] + np.minimum(vy[0, 1:-1], 0) * s[1:]
         out = np.diff(np.pad(fx, ((0, 0), (1, 1)))) + np.diff(np.pad(fy, ((1, 1), (0, 0))), axis=0)
-        residual = pore * (s - before) / case.dt + out - q[0].clip(0) - q[0].clip(max=0) * f
+        residual = grid.pore * (s - before) / case.dt + out - q[0].clip(0) - q[0].clip(max=0) * s
         assert np.abs(residual).max() < 1e-9 * q.max()
 
 
@@ -148,7 +150,7 @@ def test_episode_equals_reference(name):
     for t in range(5):
         np.testing.assert_allclose(env.phi(g["actions"][t]), g["q"][t], rtol=1e-10, atol=1e-12)
         obs, reward, terminated, truncated, _ = env.step(g["actions"][t])
-        vx, vy = fluxes(*env.grid.solve_pressure(0, env.s, g["q"][t]), env.grid)
+        vx, vy = fluxes(*env.grid.solve_pressure(0, g["q"][t]), env.grid)
         assert relative(vx[0], g["vx"][t]) < 1e-8 and relative(vy[0], g["vy"][t]) < 1e-8
         assert np.abs(env.s - g["s_sub"][t, -1]).max() < 1e-8
         np.testing.assert_allclose(env.psi(), g["obs"][t], rtol=0, atol=1e-8)
@@ -180,38 +182,6 @@ def test_small_time_steps_tend_to_the_refined_reference(name):
         rewards = [env.step(action)[1] for action in g["actions"]]
         errors.append(abs(sum(rewards) - refined["reward"].sum()))
     assert errors[0] < 0.012 and errors[1] < errors[0] / 2.5 and errors[2] < errors[1] / 2.5
-
-
-@pytest.mark.parametrize("mobility", ["linear", "quadratic"])
-def test_nonlinear_mobility_is_linear_solver_where_they_agree(mobility):
-    """Viscosities that differ by 1e-9 take Newton's branch and give the same as equal ones."""
-    case = CASES["ResSim-v1"]._replace(mobility=mobility, mu_o=3e-4 * (1 + 1e-9))
-    rng = np.random.default_rng(1)
-    envs = [ResSim(case, 2), ResSim("ResSim-v1", 2)]
-    for env in envs:
-        env.reset(options={"field": 3})
-    for _ in range(5):
-        action = random_actions(rng, envs[0])[0]
-        rewards = [env.step(action)[1] for env in envs]
-        assert envs[0].s.min() >= 0 and envs[0].s.max() <= 1 + 1e-9
-        if mobility == "linear":
-            np.testing.assert_allclose(*rewards, rtol=1e-6)
-            np.testing.assert_allclose(envs[0].s, envs[1].s, atol=1e-6)
-
-
-@pytest.mark.parametrize("mu_o", [3e-5, 3e-4, 9e-3])
-def test_quadratic_mobility_converges_with_long_steps(mu_o):
-    case = CASES["ResSim-v3"]._replace(
-        mobility="quadratic", mu_o=mu_o, s_wir=0.15, s_oir=0.1, dt=20.0
-    )
-    envs = [ResSim(case, 2) for _ in range(3)]
-    rng = np.random.default_rng(2)
-    for k, env in enumerate(envs):
-        env.reset(options={"field": k})
-    for _ in range(5):
-        ResSim.step_batch(envs, random_actions(rng, envs[0], 3))
-    s = np.stack([env.s for env in envs])
-    assert s.min() >= 0.15 - 1e-9 and s.max() <= 0.9 + 1e-9
 
 
 @pytest.mark.parametrize("case", IDS)
@@ -251,11 +221,7 @@ def test_symmetric_reservoir_stays_symmetric():
 
 
 @pytest.mark.parametrize("case, level", [(c, k) for c in IDS for k in (1, 3)] + [("ResSim-v1", 5)])
-@pytest.mark.parametrize("mobility", ["linear", "quadratic"])
-def test_batch_is_bitwise_the_single_simulations(case, level, mobility):
-    if mobility == "quadratic" and CASES[case].grids[level - 1][0] > 60:
-        pytest.skip("slow")
-    case = CASES[case]._replace(mobility=mobility)
+def test_batch_is_bitwise_the_single_simulations(case, level):
     n, rng = 7, np.random.default_rng(5)
     batch, alone = ([ResSim(case, level, evaluation=k > 4) for k in range(n)] for _ in "ab")
     for k in range(n):
@@ -462,7 +428,7 @@ def test_wide_streak_fields():
 
 @pytest.mark.parametrize("case", IDS)
 def test_gymnasium_accepts_it(case):
-    check_env(ResSim(case, 1, render_mode="rgb_array"), skip_render_check=False)
+    check_env(ResSim(case, 1), skip_render_check=True)
 
 
 def test_reset_draws_fields_and_step_ends():
@@ -510,22 +476,6 @@ def test_level_must_exist_and_own_fields_are_upscaled():
     case = with_fields("ResSim-v1", fine)
     np.testing.assert_array_equal(ResSim(case, 5).grid.perm, fine)
     np.testing.assert_array_equal(ResSim(case, 2).grid.perm, 1 / coarsen(1 / fine, (16, 16)))
-
-
-@pytest.mark.parametrize("case", IDS)
-def test_render(case):
-    env = ResSim(case, 1, render_mode="rgb_array")
-    env.reset(seed=0)
-    before = env.render()
-    env.step(np.ones(env.action_space.shape))
-    after = env.render()
-    assert after.dtype == np.uint8 and after.shape[2] == 3 and after.shape[0] >= 256
-    zoom = after.shape[0] // CASES[case].grids[-1][0]
-    for wells, colour in ((env.case.injectors, (255,) * 3), (env.case.producers, (230, 30, 30))):
-        for row, col in zip(*wells):
-            assert tuple(after[row * zoom, col * zoom]) == colour
-    blue = [image[..., 2].astype(float).mean() for image in (before, after)]
-    assert blue[1] > blue[0] + 5
 
 
 def test_benchmark_reads_the_iterations_of_a_run(tmp_path, monkeypatch):

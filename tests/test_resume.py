@@ -36,13 +36,13 @@ CASES = {
         ppo_atari,
         "--env Breakout --num-envs 2 --num-workers 2 --full-action-space --eval-every 3",
     ),
-    "ResSim, step": (
+    "pairs, step": (
         ppo_multilevel,
-        "--env ResSim-v1 --eval-every 2 --schedule together --coupling step --control 1",
+        "--env envs:make --eval-every 2 --schedule together --coupling step --control 1",
     ),
-    "ResSim, noise": (
+    "pairs, noise": (
         ppo_multilevel,
-        "--env ResSim-v1 --eval-every 3 --schedule together --num-workers 2",
+        "--env envs:make --eval-every 3 --schedule together --num-workers 2",
     ),
     "no map_from": (ppo_multilevel, "--env envs:make_line --schedule together"),
     "adaptive": (ppo_multilevel, "--env ResSim-v1 --schedule adaptive --eval-every 2"),

@@ -7,7 +7,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import cv2
 import gymnasium as gym
 import numpy as np
 import onnxruntime
@@ -135,20 +134,6 @@ def test_sampled_evaluation(script, tmp_path, capsys):
     env = {ppo: "CartPole-v1", ppo_multilevel: "ResSim-v1 level 1"}[script]
     found = f"return {sampled[0].mean():.4f} ± {sampled[0].std():.4f} over 3 episodes of {env}\n"
     assert capsys.readouterr().out.count(found) == 2
-
-
-def test_video_of_a_simulation(tmp_path, capsys):
-    """ppo_multilevel.py films an episode on --eval-level: the start and what each step led to."""
-    run_dir = train(ppo_multilevel, tmp_path)
-    args = ppo_multilevel.parse_args(["--eval", str(run_dir), "--video"])
-    ppo_multilevel.evaluate_run(args)
-    assert f"video: {run_dir / 'video.mp4'}" in capsys.readouterr().out
-    video, pictures = cv2.VideoCapture(str(run_dir / "video.mp4")), []
-    while (picture := video.read()[1]) is not None:
-        pictures.append(picture.astype(float))
-    assert len(pictures) == 5 + 1 and pictures[0].shape == (256, 256, 3)
-    blue = [picture[..., 0].mean() for picture in pictures]  # more water, step after step
-    assert blue == sorted(blue) and blue[-1] > blue[0] + 5
 
 
 class Elsewhere(gym.Wrapper):

@@ -174,6 +174,17 @@ def play(env, obs, control):
     return total
 
 
+def drawn(env):
+    """Return a picture (ny, nx, 3) of a reservoir: oil brown, water blue, wells white and red."""
+    import ppo_multilevel as ml
+
+    water = ml.refine(env.s, env.case.grids[-1])[..., None].clip(0, 1)
+    image = (1 - water) * [84, 52, 30] + water * [44, 123, 214]
+    image[env.case.injectors] = 255, 255, 255
+    image[env.case.producers] = 230, 30, 30
+    return image.astype(np.uint8)
+
+
 def reservoir():
     """The first evaluation field on three grids after an episode with a learned policy."""
     import ppo_multilevel as ml
@@ -188,7 +199,7 @@ def reservoir():
         env = ml.make_env(args.env, level, evaluation=True)
         obs, _ = env.reset(seed=0, options={"field": 0})
         total = play(env, obs, control)
-        ax.imshow(env.unwrapped.render())
+        ax.imshow(drawn(env.unwrapped))
         cells = "×".join(map(str, env.unwrapped.grid.shape))
         ax.set_title(f"{cells} cells: {total:.3f} of the oil")
     axes[0].imshow(np.log(env.unwrapped.grid.perm[0] / ml.MILLIDARCY), cmap="viridis")
