@@ -1,6 +1,7 @@
 r"""A simulation that is an external program, with input, result and restart files.
 
-    python ppo_multilevel.py --env tests/examples/external_program.py:Pipe --levels 1 3 5 --check
+    python tests/examples/inspect_simulation.py --env tests/examples/external_program.py:Pipe \
+        --levels 1 3 5
     python ppo_multilevel.py --env tests/examples/external_program.py:Pipe --levels 1 3 5 \
         --num-envs 8 --num-steps 10 --num-workers 0 --save-every 1 --hours 0.4
 

@@ -2,8 +2,8 @@ r"""The wells of a waterflood in OPM Flow, an industrial reservoir simulator, on
 
     pip install opm==2026.4 opm-simulators==2026.4                    # Linux, x86-64
     export OMP_NUM_THREADS=1
-    python ppo_multilevel.py --env tests/examples/opm_flow.py:Flow --levels 1 2 3 --check \
-        --num-envs 20 --num-steps 16
+    python tests/examples/inspect_simulation.py --env tests/examples/opm_flow.py:Flow \
+        --levels 1 2 3 --num-envs 20 --num-steps 16
     python ppo_multilevel.py --env tests/examples/opm_flow.py:Flow --levels 1 2 3 \
         --num-envs 40 --num-steps 16 --failed-reward -1 --hours 0.75 \
         --learning-rate 3e-4 --update-epochs 10 --init-log-std -1 --norm-value --no-shared-net \

@@ -1,0 +1,509 @@
+"""Tests of examples/inspect_simulation.py: what it says of simulations that are right or wrong."""
+
+import itertools
+import re
+import shlex
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import ppo_multilevel
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "examples"))
+
+import inspect_simulation  # noqa: E402
+
+ROD = f"{ROOT}/tests/examples/rod.py:Rod"
+NUMBERS = itertools.count()
+
+
+class Pendulum(gym.Env):
+    """A swing of ten steps that is right on all levels; its flaws are attributes."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    end = "terminated"
+    length = 10
+    scale = 1.0
+
+    def __init__(self, level):
+        self.level = level
+
+    def see(self):
+        return np.float32(self.scale * self.state)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        self.state = self.np_random.normal(size=2)
+        return self.see(), {}
+
+    def step(self, action):
+        self.t += 1
+        position, speed = self.state
+        speed += 0.1 * (float(action[0]) - position)
+        self.state = np.array([position + 0.1 * speed / self.level, speed])
+        over = self.t == self.length
+        terminated = over and self.end == "terminated"
+        reward = -0.1 * self.scale * abs(position)
+        return self.see(), reward, terminated, over and not terminated, {}
+
+
+class Choice(Pendulum):
+    """Its actions are choices."""
+
+    action_space = gym.spaces.Discrete(3, start=5)
+
+    def step(self, action):
+        assert action in self.action_space
+        return super().step([action - 6])
+
+
+class Careless(Pendulum):
+    """It changes the action that it gets. No run minds, but check_env gives the action twice."""
+
+    def step(self, action):
+        action *= 0.5
+        return super().step(action)
+
+
+class Still(Pendulum):
+    """It always starts at the same place."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.state = np.ones(2)
+        return self.see(), {}
+
+
+class Unseeded(Pendulum):
+    """Its starts are chance."""
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=None)
+
+
+class Lottery(Pendulum):
+    """It draws from NumPy's own generator, which no seed of a reset sets."""
+
+    def step(self, action):
+        self.state = self.state + 1e-3 * np.random.normal(size=2)
+        return super().step(action)
+
+
+class Unlike(Pendulum):
+    """A seed is another start on each level."""
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=None if seed is None else seed * 10 + self.level)
+
+
+class Mapped(Unlike):
+    """A level can take over another one's start."""
+
+    def psi(self):
+        return self.see()
+
+    def map_from(self, fine):
+        self.state = fine.state
+
+
+class UnlikeLater(Unlike):
+    """Its first observation hides that levels start unlike."""
+
+    def see(self):
+        return super().see() if self.t else np.zeros(2, np.float32)
+
+
+class Summed(Pendulum):
+    """Its rewards are sums over cells, of which each level has four times as many."""
+
+    def step(self, action):
+        obs, reward, *ends = super().step(action)
+        return obs, reward * 4**self.level, *ends
+
+
+class MoreSteps(Pendulum):
+    """The finer level has more control steps."""
+
+    @property
+    def length(self):
+        return 10 * self.level
+
+
+class Large(Pendulum):
+    """Its numbers are far from 1."""
+
+    scale = 1e4
+
+
+class Small(Pendulum):
+    """Its numbers are far below 1."""
+
+    scale = 1e-6
+
+
+class Physical(Pendulum):
+    """Its actions are in other units."""
+
+    action_space = gym.spaces.Box(0, 500, (1,), np.float32)
+
+    def step(self, action):
+        return super().step(action / 250 - 1)
+
+
+class Narrow(Pendulum):
+    """Nearly all actions are clipped."""
+
+    action_space = gym.spaces.Box(-0.01, 0.01, (1,), np.float32)
+
+
+class Apart(Pendulum):
+    """The Box is where a policy's first actions hardly are."""
+
+    action_space = gym.spaces.Box(2, 4, (1,), np.float32)
+
+    def step(self, action):
+        return super().step(action - 3)
+
+
+class Unbounded(Pendulum):
+    """Every action is inside of the Box."""
+
+    action_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+
+
+class Cut(Pendulum):
+    """Its episodes are cut after ten steps by a time limit."""
+
+    end = "truncated"
+
+
+class CutOnce(Pendulum):
+    """Its coarse level is cut by a time limit, and the fine one ends."""
+
+    @property
+    def end(self):
+        return "truncated" if self.level == 1 else "terminated"
+
+
+class Long(Pendulum):
+    """Its episodes have more steps than an iteration has by default."""
+
+    length = 57
+
+
+class Endless(Pendulum):
+    """Its episodes do not end."""
+
+    length = -1
+
+
+class Failing(Pendulum):
+    """Its solver does not converge in step 6."""
+
+    def step(self, action):
+        if self.t == 5:
+            raise RuntimeError("no\nconvergence")
+        return super().step(action)
+
+
+class FailingOnce(Pendulum):
+    """Its fine level fails in step 3."""
+
+    def step(self, action):
+        if self.t == 2 and self.level == 2:
+            raise RuntimeError("no convergence")
+        return super().step(action)
+
+
+class Diverging(Pendulum):
+    """Its rewards are NaN after a while."""
+
+    def step(self, action):
+        obs, reward, *ends = super().step(action)
+        return obs, np.nan if self.t > 5 else reward, *ends
+
+
+class Fragile(Pendulum):
+    """Some starts fail."""
+
+    def reset(self, *, seed=None, options=None):
+        if seed == inspect_simulation.SEED + 3 and self.level == 2:
+            raise RuntimeError("no convergence")
+        return super().reset(seed=seed)
+
+
+class Broken(Pendulum):
+    """No start works on level 2."""
+
+    def reset(self, *, seed=None, options=None):
+        if self.level == 2:
+            raise OSError("no licence")
+        return super().reset(seed=seed)
+
+
+class OldApi(Pendulum):
+    """It has the interface of Gym, Gymnasium's predecessor."""
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward, terminated or truncated, info
+
+
+class Float64(Pendulum):
+    """Its observations are not of the space's type."""
+
+    def see(self):
+        return self.state
+
+
+class Impossible(Pendulum):
+    """It cannot be made."""
+
+    def __init__(self, level):
+        raise OSError("no licence")
+
+
+class Solver(gym.Env):
+    """Resets take 7 seconds, first steps 5, others 1, on level 2 ten times as long; 4 steps."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    clock = 0.0
+
+    def __init__(self, level):
+        self.factor = 10 ** (level - 1)
+
+    def take(self, seconds):
+        Solver.clock += seconds * self.factor
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        self.take(7)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.take(1 if self.t else 5)
+        self.t += 1
+        return np.zeros(1, np.float32), 0.0, self.t == 4, False, {}
+
+
+@pytest.fixture
+def inspected(monkeypatch, capsys, tmp_path):
+    """Return a function that inspects a simulation: its code, table, advice and next command."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # to which each inspection adds the folder
+
+    def inspect(make, *options, levels="1 2"):
+        name = make
+        if not isinstance(make, str):
+            module = types.ModuleType(f"inspected_simulation_{next(NUMBERS)}")
+            module.make = make
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+            name = f"{module.__name__}:make"
+        argv = ["--env", name, "--levels", *levels.split(), *options]
+        code = inspect_simulation.main(argv)
+        text = capsys.readouterr().out
+        table, *advice = re.split(r"\n\* |\n\nWhen|\n\nNothing", text)
+        last = text.splitlines()[-1]
+        if code == 0:
+            advice.pop()
+            ppo_multilevel.parse_args(shlex.split(last)[2:])  # it accepts the next command
+        advice = [" ".join(piece.split()) for piece in advice]
+        return code, table.splitlines(), advice, last
+
+    return inspect
+
+
+DIFFER = "Level 1: two episodes from the same reset(seed), with the same actions, differ."
+DIFFER_2 = DIFFER.replace("1", "2")
+UNLIKE = "Levels start unlike from the same seed."
+CHECK = "A check plays 16 episodes on level 2"
+BOOTSTRAPPED = "All episodes are truncated, after 10 steps at most. There V is bootstrapped"
+GO_ON = "With --failed-reward R a training run goes on after a step that fails"
+API = "check_env of Gymnasium says "
+RESCALE = "The first actions are 0 ± 1, and the Box is "
+ENDLESS = "an episode has not ended in 10,000 steps. Let it end."
+RETURNS = "The returns of levels [1, 2] differ by a factor: -"
+LARGEST = "The largest of returns is "
+# Simulations, and how the pieces of advice on them begin, in their order.
+FLAWS = {
+    Pendulum: [CHECK],
+    Choice: [CHECK],
+    Careless: [API, CHECK],
+    Still: [CHECK],
+    Mapped: [CHECK],
+    Unbounded: [CHECK],
+    Unseeded: [API, DIFFER, DIFFER_2, CHECK],
+    Lottery: [API, DIFFER, DIFFER_2, CHECK],
+    Unlike: [UNLIKE, CHECK],
+    UnlikeLater: [UNLIKE, CHECK],
+    Summed: [RETURNS, CHECK],
+    MoreSteps: [RETURNS, CHECK],
+    Large: ["The largest of observations is ", LARGEST, CHECK],
+    Small: ["The largest of observations is ", LARGEST, CHECK],
+    Physical: [f"{RESCALE}0 to 500.", CHECK],
+    Narrow: [f"{RESCALE}-0.01 to 0.01.", CHECK],
+    Apart: [f"{RESCALE}2 to 4.", CHECK],
+    Cut: [BOOTSTRAPPED, CHECK],
+    CutOnce: [CHECK],
+    Long: ["An episode of 57 steps is longer than an iteration. Give --num-steps 57.", CHECK],
+    Endless: [f"Level 1: {ENDLESS}", f"Level 2: {ENDLESS}", RETURNS, LARGEST],
+    Failing: [
+        "Level 1 fails, seed 10000, step 6: RuntimeError: no convergence",
+        "Level 2 fails, seed 10000, step 6: RuntimeError: no convergence",
+        GO_ON,
+    ],
+    FailingOnce: ["Level 2 fails, seed 10000, step 3: RuntimeError: no convergence", GO_ON],
+    Diverging: [
+        "Level 1 fails, seed 10000, step 6: ValueError: NaN",
+        "Level 2 fails, seed 10000, step 6: ValueError: NaN",
+        GO_ON,
+    ],
+    Fragile: [
+        "Starts cannot be compared: level 2 fails, seed 10003, reset: RuntimeError: no conv",
+        CHECK,
+    ],
+    Float64: [API, CHECK],
+}
+
+
+@pytest.mark.parametrize("kind", FLAWS, ids=[kind.__name__ for kind in FLAWS])
+def test_flaws_are_found(inspected, kind):
+    """Each flaw has its advice, and there is no other one."""
+    code, table, advice, _ = inspected(kind)
+    assert code == 0
+    for piece, words in zip(advice, FLAWS[kind]):
+        assert piece.startswith(words)
+    assert len(advice) == len(FLAWS[kind])
+    assert [row.split()[0] for row in table if row[:1] == " "] == ["level", "1", "2"]
+
+
+@pytest.mark.parametrize("env, ends", [("ResSim-v1", []), (ROD, [BOOTSTRAPPED[:28]])])
+def test_simulations_that_are_right(inspected, env, ends):
+    """Of the reservoirs there is nothing to say; of the rod, that it would go on after its end."""
+    _, _, advice, _ = inspected(env)
+    for piece, words in zip(advice, [*ends, CHECK]):
+        assert piece.startswith(words)
+    assert len(advice) == len(ends) + 1
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (Broken, "Level 2 fails, seed 10000, reset: OSError: no licence"),
+        (OldApi, "Level 1 fails, seed 10000, step 1: ValueError: not enough values to unpack"),
+        (Impossible, "No simulation can be made: OSError: no licence"),
+        ("nowhere.py:Make", "No simulation can be made: "),
+    ],
+)
+def test_simulations_that_cannot_be_inspected(inspected, make, text):
+    """The exit code is 1, and a line says what has failed; there is no next command."""
+    code, table, advice, last = inspected(make)
+    assert code == 1
+    assert any(line.startswith(text) for line in [*table, *advice])
+    assert "ppo_multilevel.py" not in last
+
+
+def test_reasons_of_returns_that_differ(inspected):
+    """They are sums over cells, or of other numbers of steps."""
+    assert inspected(Summed)[2][0].endswith("If rewards are sums over cells, take means.")
+    assert "numbers of steps: [10, 20]" in inspected(MoreSteps)[2][0]
+
+
+def test_options_that_answer_the_advice(inspected):
+    """The next command has them. With them there is no advice left, and no option twice."""
+    for kind in (Large, Long):
+        *_, command = inspected(kind)
+        _, *words = shlex.split(command)
+        _, _, advice, again = inspected(kind, *words[words.index("2") + 1 :])
+        assert len(advice) == 1
+        assert advice[0].startswith(CHECK)
+        assert shlex.split(again)[4:] == shlex.split(command)[4:]
+    assert inspected(Large)[3].endswith("--levels 1 2 --norm-obs --norm-value --hours 0.1")
+    assert len(inspected(Physical, "--init-log-std", "4")[2]) == 1  # 0 ± 55 fits 0 to 500
+
+
+def test_rescaled_actions(inspected):
+    """The wrapper that the advice names answers it."""
+
+    def make(level):
+        return gym.wrappers.RescaleAction(Physical(level), -1, 1)
+
+    _, _, advice, _ = inspected(make)
+    assert len(advice) == 1
+
+
+def test_number_of_steps_whose_rows_can_be_shared(inspected):
+    """It is a little longer than an episode where the minibatches need that."""
+    *_, advice, _ = inspected(Long, "--num-envs", "5")
+    assert advice[0].endswith("Give --num-steps 58.")
+
+
+@pytest.mark.parametrize("reward, told", [("1", True), ("-100", False)])
+def test_failed_reward(inspected, reward, told):
+    """A policy would learn to fail if that were better than an episode."""
+    _, _, advice, _ = inspected(Pendulum, "--failed-reward", reward)
+    text = "--failed-reward 1 is better than an episode, which brings -"
+    assert advice[0].startswith(text) == told
+    _, _, advice, _ = inspected(Failing, "--failed-reward", reward)
+    assert GO_ON not in " ".join(advice)
+
+
+def test_costs_and_hours(inspected, monkeypatch):
+    """The table has the seconds of each level; a run is long enough for fifty checks."""
+    monkeypatch.setattr(inspect_simulation.time, "perf_counter", lambda: Solver.clock)
+    options = ["--num-workers", "4", "--check-episodes", "8"]
+    _, table, advice, command = inspected(Solver, *options)
+    rows = [line.split() for line in table if line[:1] == " "]
+    assert rows[1:] == [
+        ["1", "7", "5", "1", "4", "terminated", "0", "0", "0"],
+        ["2", "70", "50", "10", "4", "terminated", "0", "0", "0"],
+    ]
+    check = 8 / 4 * (70 + 50 + 3 * 10)  # episodes, workers, seconds
+    assert f"level 2, 4 at a time, which takes {check:.2g} s." in advice[0]
+    hours = float(command.split()[-1])
+    assert 0 <= hours - 50 * 7 * check / 3600 < 0.1
+    assert advice[0].endswith(f"It has in {hours} hours.")
+
+    _, _, advice, command = inspected(Solver, *options, "--hours", "3")
+    assert advice[0].endswith(f"It has in {hours} hours. So --hours 3 is short.")
+    assert command.endswith("--hours 3")
+
+
+def test_options_are_not_broken_at_line_ends(capsys):
+    """They can be copied."""
+    for length in range(80, 100):
+        inspect_simulation.tell(f"{'x' * length} --num-steps 57")
+    assert capsys.readouterr().out.count("--num-steps") == 20
+
+
+def test_one_level(inspected):
+    """A simulation with one level can be inspected, too. Its run makes no checks."""
+    _, table, advice, command = inspected(Pendulum, levels="2")
+    assert advice == []
+    assert table[1].split()[0] == "2"
+    assert command.endswith("--levels 2")
+
+
+def test_command_line(tmp_path):
+    """An owner's command prints the table, the advice and the next command."""
+    script = ROOT / "tests" / "examples" / "inspect_simulation.py"
+    argv = [sys.executable, script, "--env", ROD, "--levels", "1", "2"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    command = f"python ppo_multilevel.py --env {ROD} --levels 1 2 --hours 0.1"
+    assert done.stdout.splitlines()[-1] == command
+
+    argv[argv.index(ROD)] = "ResSim-v9"
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith("No simulation can be made: ")
