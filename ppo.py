@@ -72,6 +72,7 @@ import argparse
 import copy
 import csv
 import datetime
+import functools
 import io
 import json
 import math
@@ -253,7 +254,8 @@ def rollout(model, pool, args, generator):
     # is drawn first, in this process, so the actions do not depend on the number of workers.
     noise = model.head.noise(args.num_steps * args.num_envs, generator)
     noise = noise.view(args.num_steps, args.num_envs, -1)
-    buffer = pool.play(model, noise)
+    pool.load(model)
+    buffer = side_by_side(pool.call("play", noise.cpu().numpy()), model.device)
 
     # What the policy sees has a row more, of the step that the next rollout begins with.
     if model.memory is not None:
@@ -261,6 +263,15 @@ def rollout(model, pool, args, generator):
     for name in model.inputs:
         buffer[name] = buffer[name][:-1]
     add_values(model, buffer)
+    return buffer
+
+
+def side_by_side(parts, device):
+    """Return the rows that several processes have filled, arrays (T, n, ...), as (T, N, ...)."""
+    buffer = {}
+    for name in parts[0]:
+        column = np.concatenate([rows[name] for rows in parts], axis=1)
+        buffer[name] = torch.from_numpy(column).to(device)
     return buffer
 
 
@@ -1216,6 +1227,11 @@ class Player:
                 report(f"{game.place()} failed in close: {error}")
 
 
+def make_pool(args, model):
+    """Return the pool of the players of all N games."""
+    return WorkerPool(args, model, functools.partial(Player, args))
+
+
 def seed_generators(seed):
     """Seed the generators of `random`, NumPy and torch: an environment may draw from them."""
     random.seed(seed)
@@ -1230,19 +1246,20 @@ def draw_seeds(count, *entropy):
 
 # ------------------------------------------------------------------------------------ worker pool
 class WorkerPool:
-    """The players of N games: in `--num-workers` processes, or one in this process if that is 0.
+    """Players in `--num-workers` processes of each rank, or one in this process if that is 0.
 
-    Processes are numbered over all ranks. Each has its share of the games.
+    `make_player(model, index, count)` makes the player of process `index`, of `count` in all ranks.
     """
 
-    def __init__(self, args, model):
-        # The copy of the model that plays lies in memory that all processes share.
+    def __init__(self, args, model, make_player):
+        # The copy of the model that plays is in memory that all processes of this rank share.
         self.model = copy.deepcopy(model).cpu().share_memory()
         self.player = None
         self.workers = []
         num_workers = min(args.num_workers, args.num_envs // NUM_RANKS)
         if num_workers == 0:
-            self.player = Player(args, self.model, RANK, NUM_RANKS)
+            seed_generators(args.seed + RANK)
+            self.player = make_player(self.model, RANK, NUM_RANKS)
             return
 
         # A fork shares the memory of all imported libraries, but it is safe on Linux only.
@@ -1250,22 +1267,15 @@ class WorkerPool:
         for i in range(num_workers):
             pipe, end = context.Pipe()
             place = (RANK * num_workers + i, NUM_RANKS * num_workers)
-            process = context.Process(
-                target=work, args=(end, args, self.model, *place), daemon=True
-            )
+            arguments = (end, args.seed, make_player, self.model, *place)
+            process = context.Process(target=work, args=arguments, daemon=True)
             process.start()
             end.close()
             self.workers.append((pipe, process))
 
-    def play(self, model, noise):
-        """Have the model play a rollout with noise (T, N, ·). Returns the rows, tensors."""
+    def load(self, model):
+        """Let all players play with the weights of a model from now on."""
         self.model.load_state_dict(model.state_dict())
-        answers = self.call("play", noise.numpy())
-        buffer = {}
-        for name in answers[0]:
-            column = np.concatenate([rows[name] for rows in answers], axis=1)
-            buffer[name] = torch.from_numpy(column).to(model.device)
-        return buffer
 
     def call(self, command, *arguments):
         """Have the players of all ranks carry out a command. Returns the list of their answers.
@@ -1321,7 +1331,7 @@ def answer(player, command, arguments):
         return GameError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
-def work(pipe, args, model, index, count):
+def work(pipe, seed, make_player, model, index, count):
     """Be a worker: make a player, and have it carry out one command after the other."""
     # Both signals are the main process's to handle. SIGTERM is not ignored by SIG_IGN, which
     # programs that a game starts would inherit.
@@ -1329,10 +1339,10 @@ def work(pipe, args, model, index, count):
     signal.signal(signal.SIGTERM, lambda *_: None)
     # A worker has one core, and torch's threads do not survive a fork.
     torch.set_num_threads(1)
-    seed_generators(args.seed + index)
+    seed_generators(seed + index)
 
     parent = multiprocessing.parent_process().sentinel
-    with closing(Player(args, model, index, count)) as player, suppress(EOFError, OSError):
+    with closing(make_player(model, index, count)) as player, suppress(EOFError, OSError):
         # The pool has closed its end of the pipe, or the main process has died: both end this.
         while pipe in multiprocessing.connection.wait([pipe, parent]):
             pipe.send(answer(player, *pipe.recv()))
@@ -1437,7 +1447,7 @@ class Run(AbstractContextManager):
             backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
             self.stack.callback(dist.destroy_process_group)
-        self.pool = self.stack.enter_context(closing(WorkerPool(self.args, self.model)))
+        self.pool = self.stack.enter_context(closing(make_pool(self.args, self.model)))
         # A library of the games may catch signals itself, so this comes after them.
         for signum in (signal.SIGINT, signal.SIGTERM):
             before = signal.signal(signum, self.stop)
