@@ -255,7 +255,8 @@ def rollout(model, pool, args, generator):
     noise = model.head.noise(args.num_steps * args.num_envs, generator)
     noise = noise.view(args.num_steps, args.num_envs, -1)
     pool.load(model)
-    buffer = side_by_side(pool.call("play", noise.cpu().numpy()), model.device)
+    buffer = side_by_side(pool.call("play", noise.cpu().numpy()))
+    buffer = {name: rows.to(model.device) for name, rows in buffer.items()}
 
     # What the policy sees has a row more, of the step that the next rollout begins with.
     if model.memory is not None:
@@ -266,12 +267,12 @@ def rollout(model, pool, args, generator):
     return buffer
 
 
-def side_by_side(parts, device):
-    """Return the rows that several processes have filled, arrays (T, n, ...), as (T, N, ...)."""
+def side_by_side(parts):
+    """Return the rows of several processes, arrays (T, n, ...), as tensors (T, N, ...)."""
     buffer = {}
     for name in parts[0]:
         column = np.concatenate([rows[name] for rows in parts], axis=1)
-        buffer[name] = torch.from_numpy(column).to(device)
+        buffer[name] = torch.from_numpy(column)
     return buffer
 
 

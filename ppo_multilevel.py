@@ -75,27 +75,20 @@ import csv
 import ctypes
 import datetime
 import functools
-import gc
 import importlib.util
 import inspect
 import io
 import json
 import math
 import multiprocessing.connection
-import numbers
 import os
-import pickle
 import random
 import re
 import signal
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 import traceback
-import warnings
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,47 +107,48 @@ from torch import nn
 # The options of the algorithm. The section "command line" has those of running: folders, workers,
 # evaluation, resuming.
 
+FLAG = argparse.BooleanOptionalAction  # --x and --no-x
+
 
 def add_ppo_options(parser):
-    """Add the options of PPO that all scripts share. `make_parser` may set other defaults."""
+    """Add the options of PPO."""
     add = parser.add_argument_group("PPO", "Usual ranges stand in brackets.").add_argument
-    count = integer(1)
-    positive = real(1e-300)
-    not_negative = real(0)
-    fraction = real(0, 1)
-    modes = ("minibatch", "batch", "off")
-    add("--num-envs", type=integer(1, 100_000), default=4, help="N, environments (4 to 64)")
-    add("--learning-rate", type=positive, default=2.5e-4, help="Adam's step size (1e-5 to 1e-3)")
-    add("--anneal-lr", action=FLAG, default=True, help="lower the rate linearly to 0 over the run")
-    add("--gamma", type=fraction, default=0.99, help="γ, discount per step (0.9 to 0.9997)")
-    add("--gae-lambda", type=fraction, default=0.95, help="λ, 0: low variance, 1: no bias (0.95)")
-    add("--num-minibatches", type=count, default=4, help="B, minibatches per epoch; divides N · T")
-    add("--update-epochs", type=count, default=4, help="K, passes over a rollout (3 to 30)")
-    add("--norm-adv", choices=modes, default="minibatch", help="over what to normalise advantages")
-    add("--clip-coef", type=positive, default=0.2, help="ε, clip r_t(θ) at 1 ± ε (0.1 to 0.3)")
-    add("--clip-vloss", action=FLAG, default=True, help="clip V's change, too, at ±ε (absolute)")
-    add("--ent-coef", type=not_negative, default=0.01, help="c_e, weight of entropy (0 to 0.01)")
-    add("--vf-coef", type=not_negative, default=0.5, help="c_v, weight of the value loss (0.5, 1)")
-    add("--max-grad-norm", type=positive, default=0.5, help="clip the gradient to this global norm")
+    add("--num-envs", type=int, default=50, help="N, actors (4 to 64)")
+    add(
+        "--num-steps",
+        type=int,
+        nargs="+",
+        default=[50],
+        help="T^l, steps per actor and iteration: one number per level, or one for all levels. "
+        "together: the sum of levels is unbiased if all are whole episodes",
+    )
+    add("--learning-rate", type=float, default=1e-4, help="Adam's step size (1e-5 to 1e-3)")
+    add("--anneal-lr", action=FLAG, default=False, help="lower the rate linearly to 0 over the run")
+    add("--gamma", type=float, default=0.99, help="γ, discount per step (0.9 to 0.9997)")
+    add("--gae-lambda", type=float, default=0.95, help="λ, 0: low variance, 1: no bias (0.95)")
+    add("--num-minibatches", type=int, default=10, help="B, minibatches per epoch; divides N · T")
+    add("--update-epochs", type=int, default=5, help="K, passes over a rollout (3 to 30)")
+    add("--norm-adv", action=FLAG, default=True, help="normalise the advantages of a minibatch")
+    add("--clip-coef", type=float, default=0.1, help="ε, clip r_t(θ) at 1 ± ε (0.1 to 0.3)")
+    add("--clip-vloss", action=FLAG, default=False, help="clip V's change, too, at ±ε (absolute)")
+    add("--ent-coef", type=float, default=1e-3, help="c_e, weight of entropy (0 to 0.01)")
+    add("--vf-coef", type=float, default=1.0, help="c_v, weight of the value loss (0.5, 1)")
+    add("--max-grad-norm", type=float, default=0.5, help="clip the gradient to this global norm")
     add(
         "--target-kl",
-        type=not_negative,
-        default=0.0,
+        type=float,
+        default=0.05,
         help="stop an update above this KL(π_old, π) (0.01 to 0.05); 0: never",
     )
 
 
 def add_network_options(parser):
-    """Add the options of the networks for vector observations."""
+    """Add the options of the networks."""
     add = parser.add_argument_group("network").add_argument
-    width = integer(1, 10_000)
-    names = sorted(ACTIVATIONS)
-    add("--hidden", type=width, nargs="+", default=[64, 64], help="widths of the hidden layers")
-    add("--activation", choices=names, default="tanh", help="activation of the hidden layers")
-    add("--layer-norm", action=FLAG, default=False, help="LayerNorm before every activation")
-    add("--shared-net", action=FLAG, default=False, help="policy and V share the hidden layers")
-    add("--init-log-std", type=real(), default=0.0, help="initial log σ of a Gaussian (-3 to 0)")
-    add("--full-covariance", action=FLAG, default=False, help="correlate a Gaussian's entries")
+    widths = [150, 100, 80]
+    add("--hidden", type=int, nargs="+", default=widths, help="widths of the hidden layers")
+    add("--shared-net", action=FLAG, default=True, help="policy and V share the hidden layers")
+    add("--init-log-std", type=float, default=0.0, help="initial log σ of a Gaussian (-3 to 0)")
     add("--norm-obs", action=FLAG, default=False, help="observations as (s − μ) / σ, within ±10")
     add("--norm-value", action=FLAG, default=False, help="V's targets as (R − μ) / σ (PopArt)")
 
@@ -162,14 +156,13 @@ def add_network_options(parser):
 def add_own_options(parser):
     """Add the options that only ppo_multilevel.py has."""
     add = parser.add_argument_group("ppo_multilevel.py").add_argument
-    count = integer(1)
-    positive = real(1e-300)
     add(
         "--env",
         type=env_name,
         default="ResSim-v1",
         help="ResSim-v1 to -v4 (they set --init-log-std -2.9), file.py:make, module:make",
     )
+    add("--levels", type=int, nargs="+", default=[], help="levels, coarse to fine; []: the case's")
     add(
         "--schedule",
         choices=("adaptive", "together"),
@@ -178,93 +171,37 @@ def add_own_options(parser):
         "iterations unless they are given; None: adaptive if there are several levels",
     )
     add(
-        "--levels",
-        type=count,
-        nargs="+",
-        default=[],
-        help="levels, coarse to fine; []: the case's own (two of them if together)",
-    )
-    add(
-        "--num-steps",
-        type=integer(1, 100_000),
-        nargs="+",
-        default=[50],
-        help="T^l, steps per actor and iteration: one number per level, or one for all levels. "
-        "together: the sum of levels is unbiased if all are whole episodes",
-    )
-    add(
-        "--control",
-        type=or_auto(real(0, 1)),
-        default="auto",
-        help="β, weight of partners' rows with --schedule together; 1: as in the paper; auto: "
-        "measured",
-    )
-    add(
-        "--total-cost",
-        type=positive,
-        help="length of the run in steps of the finest level, with updates at what they cost; "
-        "None: by --env, or as long as 100 iterations on the finest level",
-    )
-    add(
-        "--hours",
-        type=positive,
-        help="length of the run in hours of simulation and updates; they are converted once, by "
-        "--level-costs, to --total-cost",
-    )
-    add(
         "--level-costs",
-        type=positive,
+        type=float,
         nargs="+",
         help="seconds of a step on each level, divided by the number of workers, and seconds of an "
         "update with the rows of the coarsest; None: measured",
     )
-    add(
-        "--check-episodes",
-        type=integer(2, 100_000),
-        default=16,
-        help="episodes of each check on the finest level, with --schedule adaptive",
-    )
-    add(
-        "--baseline",
-        type=env_name,
-        help="file.py:function or module:function, obs → action: your own controller, played once "
-        "in the episodes of an evaluation, to compare the policy with (in ppo.py it is another "
-        "option)",
-    )
+    add("--check-episodes", type=int, default=16, help="episodes of a check on the finest level")
     add(
         "--failed-reward",
-        type=real(),
+        type=float,
         help="reward of a step that raises an exception or returns NaN, which ends its episode; "
         "None: it ends the run",
     )
     add(
-        "--analyse",
-        nargs="?",
-        const="",
-        metavar="RUN_DIR",
-        help="do not train: print what each level costs and how well it agrees with the finest, "
-        "for this run's policy or the initial one",
+        "--control",
+        type=float,
+        help="together: β, weight of partners' rows; 1: as in the paper; None: measured",
     )
-    add(
-        "--check",
-        action="store_true",
-        help="do not train: play two episodes on each level, and print what they cost, what is "
-        "wrong, and which options to set",
-    )
-    add("--eval-level", type=count, help="level of evaluations, if not the last")
     add(
         "--coupling",
         choices=("step", "noise"),
         default="noise",
-        help="a partner takes over the fine state when an episode starts (noise) or in each step "
-        "(step: biased)",
+        help="together: a partner takes over the fine state when an episode starts (noise) or in "
+        "each step (step: biased)",
     )
     add(
         "--correction",
         choices=("literal", "bounded"),
         default="bounded",
-        help="literal: Algorithm 4, whose loss is unbounded; bounded: clip by the signed Â, and "
-        "fit values to own rows only",
+        help="together: literal is Algorithm 4, whose loss is unbounded; bounded: clip by the "
+        "signed Â, and fit values to own rows only",
     )
 
 
@@ -272,48 +209,44 @@ def add_own_options(parser):
 def train(args, rule=None):
     """Train with these options. Returns the `Run`.
 
-    The `rule` chooses each iteration's levels, see `Adaptive`. Saves, then raises GameError, when a
-    game fails.
+    The `rule` chooses each iteration's levels, see `Adaptive`. If a game fails, the run is saved,
+    and GameError is raised.
     """
     # More threads only slow a small network down.
     torch.set_num_threads(1)
     # The weights are drawn from torch's global generator, noise and minibatches from another one.
-    torch.manual_seed(args.seed)
+    seed_generators(args.seed)
     model = make_model(args)
     generator = torch.Generator().manual_seed(args.seed)
-    optimizer = make_optimizer(model, args)
-    rule = rule or make_rule(args)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    rule = rule or RULES[args.schedule](args)
 
     with Run(args, model, optimizer, generator, rule) as run:
         run.begin()
         while run.goes_on():
-            remaining = 1 - run.share_done() if args.anneal_lr else 1
-            scale_learning_rates(optimizer, remaining)
+            if args.anneal_lr:
+                optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - run.share_done())
 
             # Sample: T^l steps on each level of the plan. This is one level if adaptive, all if
             # together. In the latter actors above the coarsest level play in pairs.
             plan = rule.plan()
-            buffers = []  # what each level has recorded: [own], or [own, partners']
-            episodes = {}
-            for level, num_steps in zip(plan.levels, plan.num_steps):
-                roles, ended = rollout(model, run.pool, level, num_steps, args, generator)
-                buffers.append(roles)
-                episodes[level] = ended
-
-            # Judge: was an action better than the value function expected?
-            own = [make_batch(roles[OWN], model, args) for roles in buffers]
-            paired = [roles for roles in buffers if len(roles) > 1]  # all levels but the first
-            partners = [make_batch(roles[PARTNER], model, args) for roles in paired]
+            own = []
+            partners = []
+            for level in plan.levels:
+                buffers = rollout(model, run.sims, level, generator)
+                # Judge: was an action better than the value function expected?
+                own.append(make_batch(buffers[0], model, args))
+                partners += [make_batch(buffer, model, args) for buffer in buffers[1:]]
             batch = joined(own, partners)
+
+            # Learn: K epochs of minibatch steps towards the better actions. Several levels have one
+            # loss, their telescoping sum.
             row = {"explained_variance": explained_variance(own[0])}  # on the plan's first level
-            row["learning_rate"] = optimizer.param_groups[0]["lr"]
+            began = time.perf_counter()
             if args.norm_value:
                 normalise_values(model, batch, own[0]["returns"])
             if plan.refit:
                 refit_values(model, batch)
-
-            # Learn: K epochs of minibatch steps towards the better actions. Several levels have one
-            # loss, their telescoping sum.
             row |= update(model, optimizer, batch, plan, args, generator)
 
             # Only now update the mean and σ of observations. They are part of the policy, so
@@ -322,143 +255,46 @@ def train(args, rule=None):
                 model.obs_norm.update(torch.cat([rows["obs"] for rows in own]))
 
             # Count what it cost. The rule may then check the policy, and choose another level.
-            run.charge(run.pool)
-            run.count_iteration(len(batch["obs"]))
+            run.sims.costs.count_update(len(batch["obs"]), time.perf_counter() - began)
+            run.count_iteration(len(batch["obs"]), buffers[0]["failed"])
+            episodes = finished_episodes(buffers[0])  # on the plan's last level
             row |= rule.review(run, own, partners, episodes)
-            run.end_iteration(row, episodes, len(batch["obs"]))
-        run.finish()
+            run.end_iteration(row, episodes)
     return run
 
 
-def make_optimizer(model, args):
-    """Return Adam over all parameters."""
-    return torch.optim.Adam(model.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-
-
-def scale_learning_rates(optimizer, factor):
-    """Set the rate of each parameter group to its initial rate times a factor."""
-    for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
-        group["lr"] = group["initial_lr"] * factor
-
-
 # ------------------------------------------------------------------------------------ rollout
-# The roles of an actor on a level: it has its own simulation of the level and, with --schedule
-# together, a partner one level below. The role is the first axis: arrays of games are
-# (2, L, N, ...), and a recorded rollout is (2, T, N, ...).
-OWN = 0
-PARTNER = 1
-
-
-def rollout(model, pool, level, num_steps, args, generator):
+def rollout(model, sims, level, generator):
     """Take T^l steps with all N actors on a level (D&E, Algorithm 5).
 
-    Returns the buffers, [own] or [own, partner's], and the list of (return, length) of the level's
-    own episodes that ended. A buffer holds tensors (T, N, ...): obs, actions, logprobs, values,
-    next_values, rewards, terminated, truncated, next_obs.
+    Returns the buffers, [own] or [own, partners']: tensors (T, N, ...), obs, actions, logprobs,
+    values, next_values, rewards, terminated, truncated, next_obs, and what else `make_rows` names.
     """
-    coupling = args.coupling if level > 0 and is_paired(args) else None
-    # Draw the noise of all actions first, in this process, and give every worker the part of its
-    # actors. The actions do not depend on how many workers there are, but for rounding.
-    noise = model.head.noise(num_steps * args.num_envs, generator)
-    noise = noise.view(num_steps, args.num_envs, -1)
-    noise = noise.chunk(NUM_RANKS, dim=1)[RANK]  # (T, N / ranks, ·), for both members of a pair
-    pool.buffer["noise"][:num_steps] = noise
-    pool.play(model, num_steps, level=level, coupling=coupling)
+    args = sims.args
+    # Noise makes the sample: an action is `head.sample(pi, noise)`. The noise of all T · N actions
+    # is drawn first, in this process, so the actions do not depend on the number of workers. Both
+    # members of a pair have the same.
+    noise = model.head.noise(args.num_steps[level] * args.num_envs, generator)
+    noise = noise.view(args.num_steps[level], args.num_envs, -1)
+    teams = [f"own {level}"]
+    if is_paired(args) and level > 0:
+        teams.append(f"partners {level}")
 
-    buffers = []
-    roles = [OWN, PARTNER] if coupling else [OWN]
-    for role in roles:
-        buffer = recorded(model, pool, role, num_steps)
-        simulated = level - 1 if role == PARTNER else level
-        check_finite(buffer, f"level {args.levels[simulated]}, actor")
-        buffer = {name: column.to(model.device) for name, column in buffer.items()}
-        # With --coupling step a partner's actions are not those of the noise.
-        copies_actions = role == PARTNER and coupling == "step"
-        noise_of_actions = None if copies_actions else noise.to(model.device)
-        add_values(model, buffer, noise_of_actions)
-        buffers.append(gathered(buffer))
-    # This takes the columns on ended episodes out of the buffer.
-    episodes = finished_episodes(buffers[OWN])
-    return buffers, episodes
-
-
-# What a step leads to, as the games write it and the buffer keeps it. To record another number,
-# name it here, give its type in `make_pool`, and write it in `Game`.
-RESULTS = ["next_obs", "rewards", "terminated", "truncated"]
-RESULTS += ["ended", "episode_return", "episode_length"]
-
-
-def recorded(model, pool, role, num_steps):
-    """Return what a role has recorded in the last rollout: copies (T, N, ...)."""
-    names = model.stored + RESULTS
-    return {name: torch.tensor(pool.buffer[name][role, :num_steps]) for name in names}
-
-
-def play(games, num_steps, level=0, coupling=None, sample=True, until_finished=False):
-    """Play the games of one process on a level: act, step, record, `num_steps` times.
-
-    Rollouts, checks, evaluations and analyses take all their steps here, in workers or in the main
-    process. The only other steps are those that a resumed run replays. The policy samples its
-    actions from the buffer's noise, or takes its mode. With `until_finished` the playing stops when
-    every game has finished an episode since it was started.
-
-    `coupling` says what partners do. None: they do not play. "noise": they act themselves, with the
-    same noise, and take over the fine game's state when its episode ends (`Games.follow`). "step":
-    they take the fine game's actions, and its state in each step.
-    """
-    own = view(games.arrays, OWN, level)  # what the games show now, (N, ...)
-    partner = view(games.arrays, PARTNER, level)
-    act = fast_act(games.model)
-
-    for t in range(num_steps):
-        noise = games.noise[t] if sample else None
-        act(own, noise)
-        if coupling == "step":
-            partner["actions"][:] = own["actions"]
-        elif coupling == "noise":
-            act(partner, noise)
-        for name in games.model.stored:  # what the policy saw and did
-            games.buffer[name][:, t] = games.arrays[name][:, level]
-
-        games.step(level, coupling)
-        for name in RESULTS:  # what came of it
-            games.buffer[name][:, t] = games.arrays[name][:, level]
-
-        if until_finished and own["finished"].all():
-            break
-
-
-def view(arrays, role, level):
-    """Return {name: (N, ...)}, the part of arrays (2, L, N, ...) of a role on a level."""
-    return {name: array[role, level] for name, array in arrays.items()}
-
-
-# float32 must be able to hold squares of numbers, and sums of squares.
-LARGEST = 1e15
-
-
-def check_finite(buffer, who="game"):
-    """Raise GameError at the first NaN, infinity, or number of 1e15 or more."""
-    for name in ("next_obs", "rewards", "obs"):
-        # NaN < LARGEST is False, so NaN is wrong, too.
-        wrong = ~(buffer[name].abs() < LARGEST)
-        if wrong.any():
-            t, n, *entry = wrong.nonzero()[0].tolist()
-            place = f"{name}{entry}" if entry else name
-            raise GameError(f"NaN or over 1e15 in {place} of {who} {n}, step {t}")
+    buffers = sims.play(model, teams, noise)
+    for buffer in buffers:
+        # The last observation is that of the next rollout's first step.
+        buffer["obs"] = buffer["obs"][:-1]
+        add_values(model, buffer)
+    return buffers
 
 
 @torch.no_grad()
-def add_values(model, buffer, noise=None):
+def add_values(model, buffer):
     """Add values V(s_t), next_values V(s_{t+1}) and logprobs log π_old(a_t|s_t) to the buffer.
 
     One forward pass over all steps gives them, since no weight has changed while they were played.
-    The actions should be those of the noise, if there is one.
     """
     pi, values = model(buffer["obs"])
-    if noise is not None:
-        check_actions(model.head.sample(pi, noise), buffer["actions"])
     buffer["logprobs"] = model.head.log_prob(pi, buffer["actions"])
 
     # V(s_{t+1}) is of the state that the step led to, not of the next episode's first state.
@@ -470,23 +306,11 @@ def add_values(model, buffer, noise=None):
     buffer["next_values"] = next_values
 
 
-def check_actions(expected, actions):
-    """Check that the policy which acted is the one that learns.
-
-    Rounding may lead to another choice now and then: in 1 % of the actions, or in two of a few.
-    """
-    wrong = ~expected.isclose(actions, rtol=1e-3, atol=1e-3)
-    assert wrong.sum() < 3 + wrong.numel() / 99, (
-        "The actions differ from head.sample(pi, noise). "
-        "If you changed the policy, change fast_act too."
-    )
-
-
 def finished_episodes(buffer):
-    """Take the ends of episodes out of the buffer. Returns a list of (return, length)."""
-    ended = buffer.pop("ended")
-    returns = buffer.pop("episode_return")[ended]
-    lengths = buffer.pop("episode_length")[ended]
+    """Return the list of (return, length) of the episodes that have ended in a rollout."""
+    ended = buffer["terminated"] | buffer["truncated"]
+    returns = buffer["episode_return"][ended]
+    lengths = buffer["episode_length"][ended]
     return list(zip(returns.tolist(), lengths.tolist()))
 
 
@@ -622,33 +446,19 @@ def policy_change(logratio, clip_coef):
 
 # ------------------------------------------------------------------------------------ update
 def update(model, optimizer, batch, plan, args, generator):
-    """Take K epochs of minibatch steps on the rows of `batch`. Returns the means of the losses."""
-    if args.norm_adv == "batch":
-        num_first_rows = args.num_envs * plan.num_steps[0]
-        batch = batch | {"advantages": normalised(batch["advantages"], num_first_rows)}
+    """Take K epochs of minibatch steps, unless the policy moves beyond --target-kl.
 
-    logged = []
-    for _ in range(args.update_epochs):
-        epoch, completed = run_epoch(model, optimizer, batch, plan, args, generator)
-        logged += epoch
-        if not completed:
-            break
-    return mean_row(logged)
-
-
-def run_epoch(model, optimizer, batch, plan, args, generator):
-    """Take one gradient step for each minibatch, unless the policy moves beyond --target-kl.
-
-    Returns the list of the minibatches' numbers, and whether the epoch was completed.
+    Returns the means of what the minibatches log.
     """
     logged = []
-    for mb in minibatches(batch, plan, args, generator):
-        loss, row = minibatch_loss(model, mb, args)
-        logged.append({name: averaged(value.detach()) for name, value in row.items()})
-        if args.target_kl and logged[-1]["approx_kl"] > args.target_kl:
-            return logged, False
-        gradient_step(model, optimizer, loss, args.max_grad_norm)
-    return logged, True
+    for _ in range(args.update_epochs):
+        for mb in minibatches(batch, plan, args, generator):
+            loss, row = minibatch_loss(model, mb, args)
+            logged.append({name: averaged(value.detach()) for name, value in row.items()})
+            if args.target_kl and logged[-1]["approx_kl"] > args.target_kl:
+                return mean_row(logged)
+            gradient_step(model, optimizer, loss, args.max_grad_norm)
+    return mean_row(logged)
 
 
 def minibatches(batch, plan, args, generator):
@@ -657,11 +467,11 @@ def minibatches(batch, plan, args, generator):
     With several ranks each gets its share of every minibatch, normalised by the whole minibatch.
     """
     sizes = (plan.num_steps, args.num_envs, args.num_minibatches)
-    weights = signed_weights(*sizes, plan.controls).to(batch["obs"].device)
+    weights = signed_weights(*sizes, plan.controls)
     num_first_rows = args.num_envs * plan.num_steps[0] // args.num_minibatches
     for rows in minibatch_rows(*sizes, generator):
         mb = {name: column[rows] for name, column in batch.items()}
-        if args.norm_adv == "minibatch":
+        if args.norm_adv:
             mb["advantages"] = normalised(mb["advantages"], num_first_rows)
         mb["weights"] = weights
         yield own_rows(mb)
@@ -736,14 +546,8 @@ def mean_row(rows):
 
 
 # ------------------------------------------------------------------------------------ levels
-# Which levels an iteration plays. A rule has `plan`, `begin`, `review`, `state`, `restore`, and in
-# `best` the parameters that are the run's result, or None for the last ones.
-
-
-def make_rule(args):
-    """Return the rule of --schedule."""
-    rules = {"adaptive": Adaptive, "together": Together}
-    return rules[args.schedule](args)
+# Which levels an iteration plays. A rule has `plan`, `begin`, `review`, and in `best` parameters
+# that are the result of a run, or None for the last ones. Checkpoints keep all attributes of a rule.
 
 
 class Plan(NamedTuple):
@@ -761,8 +565,8 @@ class Together:
     The sum of the levels is unbiased for any β if all T^l are whole episodes. Otherwise partners
     see other parts of the episodes than the level below does.
 
-    --control auto: β_l = Cov(Â^l, Ã^{l−1}) / Var(Ã^{l−1}), clipped to [0, 1], makes the variance of
-    the difference Â^l − β_l Ã^{l−1} least.
+    Without --control β_l = Cov(Â^l, Ã^{l−1}) / Var(Ã^{l−1}), clipped to [0, 1], makes the variance
+    of the difference Â^l − β_l Ã^{l−1} least.
     """
 
     best = None  # the run's result is its last parameters
@@ -770,12 +574,8 @@ class Together:
     def __init__(self, args):
         self.args = args
         pairs = len(args.levels) - 1
-        control = 1.0 if args.control == "auto" else args.control
-        self.controls = [control for _ in range(pairs)]
-        # Running means of each pair's Cov(Â, Ã) and Var(Ã). This is a guess, which the first
-        # iteration replaces. Later ones move the means by a tenth.
-        self.moments = torch.tensor([[0.9, 1.0] for _ in range(pairs)], dtype=torch.float32)
-        self.rate = 1.0
+        self.controls = [1.0 if args.control is None else args.control] * pairs
+        self.moments = None  # running means of each pair's Cov(Â, Ã) and Var(Ã), (L − 1, 2)
 
     def begin(self, run):
         """Before the first iteration nothing is checked."""
@@ -787,46 +587,21 @@ class Together:
         return Plan(levels, self.args.num_steps, self.controls)
 
     def review(self, run, own, partners, episodes):
-        """Measure an iteration's rows: own batches of all levels, partners' of all but the first.
-
-        Returns what to log: Var(Â^l − Ã^{l−1}) / Var(Â^1), which tells what a level's correction
-        with β = 1 adds to the variance per row.
-        """
-        own = [batch["advantages"].cpu() for batch in own]
-        partners = [batch["advantages"].cpu() for batch in partners]
-        if partners:
-            self.move_moments(own, partners)
-        if partners and self.args.control == "auto":
-            covariance, variance = self.moments.unbind(dim=1)
-            betas = covariance / variance
-            self.controls = betas.nan_to_num().clamp(0, 1).tolist()
-
-        logged = {}
-        for number, fine, partner in zip(self.args.levels[1:], own[1:], partners):
-            logged[f"levels/variance_ratio_{number}"] = float((fine - partner).var() / own[0].var())
-        return logged
-
-    def move_moments(self, own, partners):
-        """Move the running means towards the moments of these advantages, where they are finite."""
+        """Measure the control weights of the next iteration, unless they are given."""
+        if self.args.control is not None or not partners:
+            return {}
         moments = []
         for fine, partner in zip(own[1:], partners):
-            covariances = torch.cov(torch.stack([fine, partner]))  # (2, 2)
-            moments.append(covariances[1])
-        # An env may have set another default type.
-        moments = torch.stack(moments).float()
-        moved = torch.lerp(self.moments, moments, self.rate)
-        self.moments = torch.where(moments.isfinite(), moved, self.moments)
-        self.rate = 0.1
+            advantages = torch.stack([fine["advantages"], partner["advantages"]])
+            moments.append(torch.cov(advantages)[1])
+        moments = torch.stack(moments)
 
-    def state(self):
-        """Return what a checkpoint keeps."""
-        return {"rate": self.rate, "controls": self.controls, "moments": self.moments}
-
-    def restore(self, state):
-        """Go on from a checkpoint's state."""
-        self.rate = state["rate"]
-        self.controls = state["controls"]
-        self.moments = state["moments"]
+        # Later iterations move the means by a tenth.
+        self.moments = moments if self.moments is None else self.moments.lerp(moments, 0.1)
+        covariance, variance = self.moments.unbind(dim=1)
+        self.controls = (covariance / variance).nan_to_num().clamp(0, 1).tolist()
+        names = [f"levels/control_{number}" for number in self.args.levels[1:]]
+        return dict(zip(names, self.controls))
 
 
 class Adaptive:
@@ -847,10 +622,8 @@ class Adaptive:
     unless the level's own returns still rise (`progress_is_hidden`). The best parameters by the
     checks are the run's result.
 
-    Every check has the same starts, so two checks are compared start by start. (The command --check
-    is another thing: it inspects a simulation.)
-
-    All times here are those of the run's clock: steps and updates at --level-costs, no wall time.
+    Every check has the same starts, so two checks are compared start by start. All times here are
+    those of the run's clock, see `Costs`.
     """
 
     WINDOW_ITERATIONS = 8  # a window has at least this many iterations
@@ -864,15 +637,15 @@ class Adaptive:
 
     def __init__(self, args):
         self.args = args
+        L = len(args.levels)
         self.level = None  # the level index that is trained on
-        self.trust = [1.0 for _ in args.levels]
-        self.rho = [1.0 for _ in args.levels]  # 1 until it is measured
-        self.measured_at = 0.0  # when ρ was measured last, in seconds; None if it cannot be
+        self.trust = torch.ones(L, dtype=torch.float64)
+        self.rho = torch.ones(L, dtype=torch.float64)  # 1 until it is measured
+        self.measured_at = 0.0  # when ρ was measured last, in seconds
         self.measurements = 0  # how often ρ was measured
         self.refit = False  # whether to refit V, see `refit_values`
         self.best = None  # the model's state at the best check
         self.best_optimizer = None  # the optimizer's state there
-        self.best_at = 0.0  # when the best check was, in seconds
         self.best_returns = None  # the returns (E,) of the best check
         self.latest_returns = None  # those of the latest check
         self.returns_before = None  # those of the best check before the window
@@ -896,21 +669,17 @@ class Adaptive:
     def review(self, run, own, partners, episodes):
         """After an iteration: check if it is due; at a window's end judge and choose the level."""
         row = self.logged()
-        if episodes[self.level]:
-            returns = [episode_return for episode_return, _ in episodes[self.level]]
-            self.own_returns.append(float(np.mean(returns)))
+        if episodes:
+            self.own_returns.append(float(np.mean(episodes, axis=0)[0]))
         # With --norm-obs the first iteration sets the observations' mean and σ. This changes what V
         # sees, so the next iteration refits it.
-        rows = self.args.num_envs * self.args.num_steps[self.level]
-        self.refit = self.args.norm_obs and float(run.model.obs_norm.count) <= rows
+        self.refit = self.args.norm_obs and run.iteration == 1
 
         window_is_over = run.seconds() >= self.window_end
-        check_is_due = run.seconds() >= self.check_due
-        if window_is_over or check_is_due or run.share_done() >= 1:
+        run_is_over = run.share_done() >= 1
+        if window_is_over or run_is_over or run.seconds() >= self.check_due:
             row["check_return"] = self.check(run)
-        if run.share_done() >= 1:
-            self.tell_end(run)
-        elif window_is_over:
+        if window_is_over and not run_is_over:
             self.judge(run)
             self.choose_level(run)
         return row
@@ -918,23 +687,23 @@ class Adaptive:
     def logged(self):
         """Return the level, and what is known of all levels, for the log."""
         row = {"level": self.args.levels[self.level]}
-        is_measured = self.measurements > 0 and self.measured_at is not None
         for number, rho, trust in zip(self.args.levels, self.rho, self.trust):
-            if is_measured:
-                row[f"levels/rho_{number}"] = rho
-            row[f"levels/trust_{number}"] = trust
+            if self.measurements:
+                row[f"levels/rho_{number}"] = float(rho)
+            row[f"levels/trust_{number}"] = float(trust)
         return row
 
     def check(self, run):
         """Return the mean return of a check; keep the parameters if they are the best so far."""
         began = run.seconds()
-        self.latest_returns = run.check()
+        seeds = CHECK_SEED + np.arange(self.args.check_episodes)
+        returns, _ = run.sims.play_episodes(run.model, ["check"], seeds)
+        self.latest_returns = torch.from_numpy(returns[0])
         self.check_seconds = run.seconds() - began
         self.check_due = run.seconds() + self.CHECK_AFTER * self.check_seconds
         if self.best is None or self.latest_returns.mean() > self.best_returns.mean():
             self.best = copy.deepcopy(run.model.state_dict())
             self.best_optimizer = copy.deepcopy(run.optimizer.state_dict())
-            self.best_at = run.seconds()
             self.best_returns = self.latest_returns
         return float(self.latest_returns.mean())
 
@@ -943,8 +712,8 @@ class Adaptive:
         gains = self.best_returns - self.returns_before  # start by start
         error = gains.std() / len(gains) ** 0.5
         if gains.mean() > self.ERRORS * error:
-            self.trust = [min(1.0, 2 * trust) for trust in self.trust]
-            self.trust[self.level] = 1.0
+            self.trust = (2 * self.trust).clamp(max=1)
+            self.trust[self.level] = 1
             return
 
         self.trust[self.level] /= 2
@@ -960,14 +729,11 @@ class Adaptive:
         The return of the policy's mode can stand still, or fall, while that of its samples rises.
         The slope of a least-squares line through the window's own returns must be over two errors.
         """
-        y = np.array(self.own_returns)
+        y = self.own_returns
         if len(y) < 4 or self.rho[self.level] < self.HIGH_RHO:
             return False
-        x = np.arange(len(y)) - (len(y) - 1) / 2
-        slope = (x @ y) / (x @ x)
-        residuals = y - y.mean() - slope * x
-        error = math.sqrt((residuals @ residuals) / (len(y) - 2) / (x @ x))
-        return bool(slope > 2 * error)
+        (slope, _), covariance = np.polyfit(range(len(y)), y, 1, cov=True)
+        return bool(slope > 2 * covariance[0, 0] ** 0.5)
 
     def go_back(self, run):
         """Go on from the best parameters."""
@@ -981,102 +747,55 @@ class Adaptive:
         """Measure ρ if it is due, and start a window on the level that teaches most per second."""
         if self.measurement_is_due(run):
             self.measure(run)
-
-        best_worth = 0.0
-        for level, (trust, rho) in enumerate(zip(self.trust, self.rho)):
-            worth = trust * rho**2 / row_seconds(self.args, level)
-            # Of equals the finest wins.
-            if worth >= best_worth:
-                best_worth = worth
-                chosen = level
+        seconds = torch.tensor([run.sims.costs.row(level) for level in range(len(self.rho))])
+        worth = self.trust * self.rho**2 / seconds
+        chosen = int((worth == worth.max()).nonzero()[-1])  # of equals the finest
         if chosen != self.level:
             self.tell(run, chosen)
             self.level = chosen
             self.refit = True
-        self.start_window(run)
 
-    def start_window(self, run):
-        """Start a window on the level."""
+        # A window begins.
         self.returns_before = self.best_returns
         self.own_returns = []
-        iterations = self.WINDOW_ITERATIONS * iteration_seconds(self.args, self.level)
+        rows = self.args.num_envs * self.args.num_steps[chosen]
+        iterations = self.WINDOW_ITERATIONS * rows * run.sims.costs.row(chosen)
         checks = self.WINDOW_CHECKS * self.check_seconds
         share = self.WINDOW_SHARE * run.seconds()
         self.window_end = run.seconds() + max(iterations, checks, share)
 
     def tell(self, run, level):
         """Print which level is trained on from now on, and why."""
-        if RANK > 0 or self.args.quiet:
-            return
-        name = run.pool.call("level_names")[0][level]
-        rho = f"{self.rho[level]:.2f}"
-        if self.measured_at is None:
-            rho = "unknown"
-        elif self.measurements == 0:
-            rho = "not yet measured"
-        if len(self.args.levels) == 1:
-            print(f"training on level {name}", flush=True)
-            return
-        seconds = iteration_seconds(self.args, level)
-        line = f"training on level {name}: {seconds:.2g} s an iteration, "
-        line += f"correlation with the finest {rho}, trust {self.trust[level]:.2g}; "
-        line += f"best check {self.best_returns.mean():.4f}"
-        print(line, flush=True)
-
-    def tell_end(self, run):
-        """Print whether a longer run may gain more."""
-        if RANK > 0 or self.args.quiet:
-            return
-        best = self.best_returns.mean()
-        share = self.best_at / run.seconds()
-        line = f"the best check, {best:.4f}, came after {share:.0%} of the time; "
-        if share > 0.9:
-            line += "a longer run may gain more: --resume"
-        else:
-            line += "checks have not gained since"
-        print(line, flush=True)
+        rho = f"{self.rho[level]:.2f}" if self.measurements else "not yet measured"
+        line = f"training on level {self.args.levels[level]}: correlation with the finest {rho}, "
+        line += f"trust {self.trust[level]:.2g}; best check {self.best_returns.mean():.4f}"
+        if not self.args.quiet:
+            report(line)
 
     def measurement_is_due(self, run):
         """Whether the time since ρ was measured pays for measuring it again."""
-        if self.measured_at is None or len(self.args.levels) == 1:
-            return False
-        costs = costs_of(self.args).steps
-        steps_of_an_episode = self.check_seconds / costs[-1] / self.args.check_episodes
+        costs = [run.sims.costs.step(level) for level in range(len(self.rho))]
         episodes = num_rounds(self.args) * self.args.num_envs
-        needed = episodes * steps_of_an_episode * sum(costs)
+        on_the_finest = episodes / self.args.check_episodes * self.check_seconds
+        needed = on_the_finest * sum(costs) / costs[-1]
         affordable = self.MEASURE_SHARE * (run.seconds() - self.measured_at)
-        return needed <= affordable and run.seconds() >= 1.5 * self.measured_at
+        is_time = needed <= affordable and run.seconds() >= 1.5 * self.measured_at
+        return is_time and len(costs) > 1
 
     def measure(self, run):
-        """Measure ρ of all levels. If that cannot be done, say so, and go by costs and trust."""
+        """Measure ρ of all levels. Afterwards the games of training start anew."""
         self.measurements += 1
-        returns, starts, problem = play_alike(
-            run.model, run.pool, self.args, self.measurements, run
-        )
-        # The games of training start anew, from other seeds than those of the measurement.
-        seeds = game_seeds(self.args, MEASURE_SEED, self.measurements, 1)
-        run.pool.call("start", seeds=seeds)
+        returns, starts = play_alike(run.model, run.sims, self.measurements)
+        run.start_games()
         self.measured_at = run.seconds()
         rho = correlations(returns, starts)
-        if problem:
-            report(f"{problem}: levels are chosen by costs and gains alone")
-            self.measured_at = None
-            self.rho = [1.0 for _ in self.rho]
-            return
         # Where nothing that the policy does changes the finest level's returns, ρ tells nothing.
         returns_vary = rho[-1] > 0
         if returns_vary:
-            self.rho = rho.clip(self.LEAST_RHO, 1).tolist()
+            self.rho = torch.from_numpy(rho).clamp(self.LEAST_RHO, 1)
 
-    def state(self):
-        """Return what a checkpoint keeps: all but the options."""
-        kept = dict(vars(self))
-        del kept["args"]
-        return kept
 
-    def restore(self, state):
-        """Go on from a checkpoint's state."""
-        vars(self).update(state)
+RULES = {"adaptive": Adaptive, "together": Together}
 
 
 # To measure ρ, each level plays about EPISODES episodes, REPEATS from each start.
@@ -1090,135 +809,39 @@ def num_rounds(args):
     return max(1, round(EPISODES / args.num_envs))
 
 
-def play_alike(model, pool, args, measurement, run=None):
+def play_alike(model, sims, measurement):
     """Play episodes on all levels from the same starts and with the same noise of the actions.
 
-    Returns the returns (L, E), the number of each episode's start (E,), and None, or a line on why
-    the levels do not start alike. Each `measurement`, a number, has its own starts and noise. A
-    `run` is charged. The games of the pool are left where they are: start them anew.
+    Returns the returns (L, E), and the number of each episode's start (E,). Each `measurement`, a
+    number, has its own starts and noise. The games of training are left where they are.
     """
+    args = sims.args
     rounds = num_rounds(args)
     starts = np.arange(rounds * args.num_envs) // REPEATS  # (E,)
-    num_starts = starts[-1] + 1
-    drawn = draw_seeds(rounds + num_starts, args.seed, MEASURE_SEED, measurement)
-    noise_seeds, start_seeds = np.split(drawn, [rounds])
-    seeds_of_rounds = start_seeds[starts].reshape(rounds, args.num_envs)
+    seeds = draw_seeds(starts[-1] + 1, args.seed, MEASURE_SEED, measurement)[starts]
+    noise_seeds = draw_seeds(len(starts), args.seed, MEASURE_SEED, measurement, 1)
+    teams = [f"own {level}" for level in range(len(args.levels))]
 
     returns = []
-    shown = []
-    cut = 0
-    for noise_seed, seeds in zip(noise_seeds, seeds_of_rounds):
-        generator = torch.Generator().manual_seed(int(noise_seed))
-        first_obs, round_returns, unfinished = play_round(model, pool, args, seeds, generator)
-        shown.append(first_obs)
-        returns.append(round_returns)
-        cut += int(unfinished.sum())
-        if run is not None:
-            run.charge(pool, side_by_side=True)
-    if cut:
-        report(f"{cut} episodes cut off at {EVAL_STEPS:,} steps: do they ever end?")
-    returns = np.concatenate(returns, axis=1)
-    shown = np.concatenate(shown, axis=1)
-    for number, returns_of_level in zip(args.levels, returns):
-        if not np.isfinite(returns_of_level).all():
-            raise GameError(f"NaN or infinity in returns of level {number}")
-    problem = problem_of_starts(model, pool, args, shown, starts)
-    if run is not None:
-        run.charge(pool, side_by_side=True)
-    return returns, starts, problem
+    agree = True
+    for episodes in np.split(np.arange(len(starts)), rounds):
+        played, shown = sims.play_episodes(model, teams, seeds[episodes], noise_seeds[episodes])
+        returns.append(played)
+        agree = agree and start_alike(shown)
+    if not agree:
+        report("levels start unlike from the same seed, so correlations mean little")
+    return np.concatenate(returns, axis=1), starts
 
 
-def play_round(model, pool, args, seeds, generator):
-    """Play an episode of every actor on every level, each actor from its own seed, (N,).
+def start_alike(shown):
+    """Whether first observations (L, N, D) of all levels vary with the finest level's.
 
-    Returns the first observations (L, N, D), the returns (L, N), and where an episode was cut off
-    (L, N), of all ranks.
+    Levels that start alike have a correlation of at least 0.66, levels that do not one near 0.
     """
-    L = len(args.levels)
-    shown = start_alike(pool, args, seeds)
-
-    finished = pool.arrays["finished"][OWN]  # (L, N / ranks)
-    chunk = len(pool.buffer["noise"])
-    for done in range(0, EVAL_STEPS, chunk):
-        noise = model.head.noise(chunk * args.num_envs, generator).view(chunk, args.num_envs, -1)
-        pool.buffer["noise"][:] = noise.chunk(NUM_RANKS, dim=1)[RANK]
-        num_steps = min(chunk, EVAL_STEPS - done)
-        for level in range(L):
-            if not finished[level].all():
-                pool.play(model, num_steps, level=level, until_finished=True)
-        if finished.all():
-            break
-    returns = first_returns(pool.arrays)[OWN]
-    ranks = gathered_objects((shown, returns, ~finished))
-    return [np.concatenate(parts, axis=1) for parts in zip(*ranks)]
-
-
-def start_alike(pool, args, seeds):
-    """Start each actor on all levels from its own seed, (N,), and where the finest level is.
-
-    Returns this rank's first observations (L, N / ranks, D).
-    """
-    seeds = np.broadcast_to(seeds, (2, len(args.levels), args.num_envs))
-    pool.call("start", seeds=np.split(seeds, NUM_RANKS, axis=2)[RANK])
-    pool.call("follow_finest")
-    return pool.arrays["obs"][OWN].copy()
-
-
-# The page that says what to do about starts.
-EXAMPLES_PAGE = "tests/examples/README.md, Seeds and starts"
-SEED_VARIES = f"two episodes from the same reset(seed) differ, see {EXAMPLES_PAGE}"
-STARTS_DIFFER = f"levels start unlike from the same seed, see {EXAMPLES_PAGE}"
-
-
-def problem_of_starts(model, pool, args, shown, starts):
-    """Return None, or a line on why first observations (L, E, D) are not of the same starts."""
-    first_of_start = np.searchsorted(starts, starts)  # the first episode from the same start
-    if not alike(shown, shown[:, first_of_start]):
-        return SEED_VARIES
-    # What differs between starts may show after a step.
-    if not varies(shown[-1]):
-        seeds = draw_seeds(args.num_envs, args.seed, MEASURE_SEED)
-        _, next_obs = start_and_step(model, pool, args, seeds)
-        shown = np.concatenate(gathered_objects(next_obs), axis=1)
-    return None if vary_together(shown) else STARTS_DIFFER
-
-
-def start_and_step(model, pool, args, seeds):
-    """Start the games of all levels from seeds, (N,), and take a step with the policy's mode.
-
-    Returns this rank's observations before and after it, (2, L, N / ranks, D).
-    """
-    obs = start_alike(pool, args, seeds)
-    next_obs = []
-    for level in range(len(args.levels)):
-        pool.play(model, 1, level=level, sample=False)
-        next_obs.append(pool.buffer["next_obs"][OWN, 0].copy())
-    return np.stack([obs, np.stack(next_obs)])
-
-
-def varies(rows):
-    """Whether rows (E, D) differ by more than rounding."""
-    return not alike(rows, rows[:1])
-
-
-def alike(a, b):
-    """Whether two arrays are equal but for float32 rounding, which may add up in an episode."""
-    return np.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
-
-
-def vary_together(shown):
-    """Whether observations (L, E, D) of all levels vary with the finest level's, if those vary.
-
-    Levels of the reservoirs that start alike have a correlation of at least 0.66 after a step, and
-    levels that start unlike have one near 0. So the limit is 0.5.
-    """
-    if not varies(shown[-1]):
-        return True
-    centred = shown - shown.mean(axis=1, keepdims=True, dtype=float)
-    finest = centred[-1]
-    agreement = (centred * finest).sum(axis=(1, 2))  # (L,)
-    scale = np.sqrt((centred**2).sum(axis=(1, 2)) * (finest**2).sum())
-    return bool((agreement > 0.5 * scale).all())
+    centred = shown - shown.mean(axis=1, keepdims=True)
+    agreement = (centred * centred[-1]).sum(axis=(1, 2))  # (L,)
+    scale = np.sqrt((centred**2).sum(axis=(1, 2)) * agreement[-1])
+    return bool((agreement >= 0.5 * scale).all())
 
 
 def correlations(returns, starts):
@@ -1250,8 +873,8 @@ def refit_values(model, batch):
     small. With large ones V's gradient would dominate the layers that V shares with the policy.
     """
     features = model.critic(model.obs_norm(batch["obs"]))
-    features = nn.functional.pad(features, (0, 1), value=1.0).cpu().double()  # (M, F + 1)
-    returns = batch["returns"].cpu().double()  # (M,)
+    features = nn.functional.pad(features, (0, 1), value=1.0).double()  # (M, F + 1)
+    returns = batch["returns"].double()  # (M,)
     ridge = 1e-3 * len(returns) * torch.eye(features.shape[1]).to(features)
     solution = torch.linalg.solve(features.T @ features + ridge, features.T @ returns)  # (F + 1,)
     model.value.weight[0] = solution[:-1]
@@ -1263,16 +886,12 @@ def refit_values(model, batch):
 
 
 # ------------------------------------------------------------------------------------ model
-def make_model(args, kind=None):
-    """Return the Model for the env's spaces, its weights drawn from torch's global generator.
-
-    It may be of another kind, a subclass.
-    """
+def make_model(args):
+    """Return the Model for the env's spaces, its weights drawn from torch's global generator."""
     with closing(make_env(args.env, args.levels[-1])) as env:
-        model = (kind or Model)(env.observation_space.shape[0], env.action_space, args)
-    device = "cpu" if args.device == "auto" else args.device
+        model = Model(env.observation_space.shape[0], env.action_space, args)
     # An env's library may have set another default type.
-    model = model.to(device, torch.float32)
+    model = model.float()
     # float32 rounds large numbers, such as Unix times, too coarsely.
     model.obs_norm.double()
     return model
@@ -1282,7 +901,6 @@ class Model(nn.Module):
     """Policy and value function: hidden layers and a head for each."""
 
     inputs = ["obs"]  # what `forward` takes
-    stored = ["obs", "actions"]  # what a rollout records of the policy
 
     def __init__(self, obs_dim, action_space, args):
         super().__init__()
@@ -1298,11 +916,6 @@ class Model(nn.Module):
         if args.norm_value:
             nn.init.zeros_(self.value.weight)
 
-    @property
-    def device(self):
-        """The device that the model computes on."""
-        return self.value.weight.device
-
     def forward(self, obs):
         """Return the policy's parameters pi (..., ·) and the values (...) of observations (..., D).
 
@@ -1314,41 +927,37 @@ class Model(nn.Module):
         h_value = h if self.critic is self.actor else self.critic(x)
         return self.head(h), self.value(h_value).squeeze(-1)
 
-    @torch.no_grad()
-    def policy(self, obs, noise=None):
-        """Return actions (M, ...) for observations (M, D), and None for a memory that is not there.
+
+class Policy:
+    """The policy as games see it: arrays of observations in, arrays of actions out.
+
+    It is made of the model's own layers, which `as_function` turns into functions of arrays. Their
+    weights are always the model's current ones.
+    """
+
+    def __init__(self, model):
+        self.head = model.head
+        self.obs_norm = as_function(model.obs_norm)
+        self.actor = as_function(model.actor)
+        self.output = as_function(model.head.output)
+
+    def act(self, obs, noise=None):
+        """Return actions (M, ...) for observations (M, D).
 
         The actions are samples made from noise (M, ·), or the policy's mode without it.
         """
-        h = self.actor(self.obs_norm(obs))
-        return self.head.sample(self.head(h), noise), None
-
-    def act(self, arrays, noise=None):
-        """Set the actions for what the games show: samples from noise (N, ·), or the mode.
-
-        `arrays` holds NumPy arrays (N, ...), and noise is one too.
-        """
-        obs = torch.from_numpy(arrays["obs"]).to(self.device)
-        if noise is not None:
-            noise = torch.from_numpy(noise).to(self.device)
-        actions, _ = self.policy(obs, noise)
-        arrays["actions"][:] = actions.cpu().numpy()
+        scores = self.output(self.actor(self.obs_norm(obs)))
+        return self.head.sample(scores, noise)
 
 
 # ------------------------------------------------------------------------ heads and normalisers
 def hidden_layers(width, args):
-    """Return layers of widths `args.hidden` over an input of `width` entries."""
+    """Return tanh layers of widths `args.hidden` over an input of `width` entries."""
     layers = []
     for features in args.hidden:
-        layers.append(layer_init(nn.Linear(width, features)))
-        if args.layer_norm:
-            layers.append(nn.LayerNorm(features))
-        layers.append(ACTIVATIONS[args.activation]())
+        layers += [layer_init(nn.Linear(width, features)), nn.Tanh()]
         width = features
     return nn.Sequential(*layers)
-
-
-ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 
 
 def layer_init(layer, gain=2**0.5):
@@ -1365,113 +974,78 @@ def layer_init(layer, gain=2**0.5):
 def make_head(action_space, args):
     """Return the policy's last layer for an action space.
 
-    A head draws an action from `head.n` random numbers, which `head.noise` draws beforehand.
+    `head.output` is a linear layer. From what it returns `head.forward` makes the distribution's
+    parameters pi, and `head.sample` an action. This takes random numbers that `head.noise` draws
+    beforehand. Who changes the distribution changes both.
     """
-    choices = num_choices(action_space)
-    if choices:
-        return Categorical(args.hidden[-1], choices, action_space.shape)
+    if isinstance(action_space, gym.spaces.Discrete):
+        return Categorical(args.hidden[-1], int(action_space.n))
     return Gaussian(args.hidden[-1], action_space.shape, args)
 
 
 class Categorical(nn.Module):
-    """Policy head for Discrete, MultiDiscrete and MultiBinary: independent categorical entries.
+    """Policy head for n actions."""
 
-    `choices` lists the number of choices of each entry, [n] for Discrete(n). The logits of all
-    entries lie in a row, n in all. `shape` is the shape of an action.
-    """
-
-    def __init__(self, features, choices, shape=()):
+    def __init__(self, features, n):
         super().__init__()
-        self.choices = choices
-        self.shape = shape
-        self.n = sum(choices)
-        self.logits = layer_init(nn.Linear(features, self.n), gain=0.01)
-        offsets = torch.tensor([0, *choices[:-1]]).cumsum(0)  # where each entry's logits begin
-        self.register_buffer("offsets", offsets, persistent=False)
+        self.n = n
+        self.output = layer_init(nn.Linear(features, n), gain=0.01)
 
-    def forward(self, h, action_mask=None):
-        """Return log-probabilities (M, n) for features (M, F) and flags (M, n) or None."""
-        logits = self.logits(h)
-        if action_mask is not None:
-            # With −1e8 the probability is exactly 0. With −∞ the entropy's π log π would be NaN.
-            logits = logits.where(action_mask, -1e8)
-        # Without split and cat an update of CartPole's takes 6 % less.
-        if len(self.choices) == 1:
-            return logits.log_softmax(-1)
-        parts = logits.split(self.choices, dim=-1)
-        return torch.cat([part.log_softmax(-1) for part in parts], dim=-1)
+    def forward(self, h):
+        """Return log-probabilities (M, n) for features (M, F)."""
+        return self.output(h).log_softmax(-1)
 
     def noise(self, batch, generator):
         """Return standard Gumbel noise, (batch, n): −log of exponential noise."""
         exponential = torch.empty(batch, self.n, dtype=torch.float32)
         return -exponential.exponential_(generator=generator).log()
 
-    def sample(self, logp, noise=None):
-        """Return actions (M, ...). Without noise they are the mode, the most likely ones.
+    def sample(self, logits, noise=None):
+        """Return actions (M,) for logits (M, n). All are arrays.
 
-        argmax(log π + Gumbel noise) is a sample of π (the Gumbel-max trick).
+        argmax(log π + Gumbel noise) is a sample of π (the Gumbel-max trick), also with log π plus a
+        constant, as logits are. Without noise the actions are the mode, the most likely ones.
         """
-        scores = logp if noise is None else logp + noise
-        parts = scores.split(self.choices, dim=-1)
-        actions = torch.stack([part.argmax(-1) for part in parts], dim=-1)
-        return actions.view(*logp.shape[:-1], *self.shape)
+        scores = logits if noise is None else logits + noise
+        return scores.argmax(-1)
 
     def log_prob(self, logp, action):
-        """Return log π(a|s), summed over the entries, (M,)."""
-        columns = action.reshape(*logp.shape[:-1], -1) + self.offsets
-        return logp.gather(-1, columns).sum(dim=-1)
+        """Return log π(a|s), (M,)."""
+        return logp.gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
     def entropy(self, logp, logprobs=None):
-        """Return H = −Σ π log π, (M,). A head without a closed form would use `logprobs` (M,)."""
+        """Return H = −Σ π log π, (M,). `logprobs` is not needed."""
         return -(logp.exp() * logp).sum(dim=-1)
 
 
 class Gaussian(nn.Module):
-    """Policy head for Box: the mean from the features, and one free log σ per action entry.
-
-    With --full-covariance the covariance is L Lᵀ: L is lower triangular with σ on its diagonal.
-    """
+    """Policy head for Box: the mean from the features, and one free log σ per action entry."""
 
     def __init__(self, features, shape, args):
         super().__init__()
         self.shape = shape
         self.n = math.prod(shape)
-        self.mean = layer_init(nn.Linear(features, self.n), gain=0.01)
+        self.output = layer_init(nn.Linear(features, self.n), gain=0.01)
         self.log_std = nn.Parameter(torch.full((self.n,), args.init_log_std))
-        self.lower = nn.Parameter(torch.zeros(self.n, self.n)) if args.full_covariance else None
 
-    @property
-    def factor(self):
-        """L, the lower triangular factor of the covariance, (A, A)."""
-        return self.lower.tril(-1) + self.log_std.exp().diag()
-
-    def forward(self, h, action_mask=None):
+    def forward(self, h):
         """Return the means (M, A) for features (M, F)."""
-        return self.mean(h)
+        return self.output(h)
 
+    @torch.no_grad()
     def noise(self, batch, generator):
-        """Return standard normal noise ε, (batch, A)."""
-        return torch.randn(batch, self.n, generator=generator, dtype=torch.float32)
+        """Return σ ε with standard normal noise ε, (batch, A)."""
+        noise = torch.randn(batch, self.n, generator=generator, dtype=torch.float32)
+        return self.log_std.exp() * noise
 
     def sample(self, mean, noise=None):
-        """Return actions (M, ...): μ + σ ε or μ + L ε. Without noise the mode, μ."""
-        actions = mean
-        if noise is not None and self.lower is None:
-            actions = mean + self.log_std.exp() * noise
-        elif noise is not None:
-            actions = mean + noise @ self.factor.T
-        return actions.view(*mean.shape[:-1], *self.shape)
+        """Return actions (M, ...) for means (M, A): μ + σ ε, or the mode μ. All are arrays."""
+        actions = mean if noise is None else mean + noise
+        return actions.reshape(len(mean), *self.shape)
 
     def log_prob(self, mean, action):
-        """Return log π(a|s) = −½ |z|² − Σ log σ − (A/2) log 2π, (M,).
-
-        z = (a − μ) / σ, or L⁻¹ (a − μ) with --full-covariance.
-        """
-        z = action.reshape(mean.shape) - mean
-        if self.lower is None:
-            z = z * torch.exp(-self.log_std)
-        else:
-            z = torch.linalg.solve_triangular(self.factor.T, z, upper=True, left=False)
+        """Return log π(a|s) = −½ |z|² − Σ log σ − (A/2) log 2π with z = (a − μ) / σ, (M,)."""
+        z = (action.reshape(mean.shape) - mean) * torch.exp(-self.log_std)
         constant = self.log_std.sum() + 0.5 * self.n * math.log(2 * math.pi)
         return -0.5 * z.square().sum(dim=-1) - constant
 
@@ -1492,14 +1066,8 @@ class RunningNorm(nn.Module):
         self.limit = limit
         self.register_buffer("mean", torch.zeros(shape))
         self.register_buffer("var", torch.ones(shape))
+        self.register_buffer("std", torch.ones(shape))
         self.register_buffer("count", torch.zeros(()))
-
-    @property
-    def std(self):
-        """σ, or 1 if the rows were all the same but for rounding."""
-        std = self.var.sqrt()
-        rounding = torch.finfo(std.dtype).eps * self.mean.abs()
-        return torch.where(std > 10 * rounding, std, 1.0)
 
     def update(self, rows):
         """Add rows (M, ...): the moments of two sets are combined as in Chan et al. 1983."""
@@ -1510,6 +1078,9 @@ class RunningNorm(nn.Module):
         between = delta.square() * share * (1 - share)
         self.var.copy_(within + between)
         self.mean += delta * share
+        std = self.var.sqrt()
+        rounding = torch.finfo(std.dtype).eps * self.mean.abs()
+        self.std.copy_(torch.where(std > 10 * rounding, std, 1.0))
 
     def forward(self, x):
         """Return (x − μ) / σ, clipped at ±limit, as float32."""
@@ -1531,7 +1102,7 @@ def normalise_values(model, batch, returns):
     norm = model.value_norm
     layer = model.value
     old_mean = norm.mean.clone()
-    old_std = norm.std
+    old_std = norm.std.clone()
     norm.update(returns.flatten())
 
     layer.weight.mul_(old_std / norm.std)
@@ -1541,60 +1112,35 @@ def normalise_values(model, batch, returns):
 
 
 # ------------------------------------------------------------------------------------ speed
-def fast_act(model):
-    """Return `model.act`, or the same in NumPy for a plain policy on the CPU.
+def as_function(module):
+    """Return a module as a function of arrays.
 
-    Torch spends most of its time on overhead when there are few rows: with this function CartPole
-    trains at 2.19 instead of 1.70 times the speed of Stable-Baselines3.
+    Layers of the usual kinds are computed in NumPy. Torch takes longer to start an operation than
+    to carry it out where there are few rows. Any other module is called as it is.
     """
-    if not is_plain(model):
-        return model.act
+    if type(module) is nn.Sequential:
+        functions = [as_function(layer) for layer in module]
 
-    layers = [*model.actor, *model.head.children()]
-    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    # Weights, biases and mean are views of the model's tensors, sigma and std are copies. All are
-    # current, because `play` calls `fast_act` anew for each rollout.
-    weights = [layer.weight.detach().numpy().T for layer in linear]
-    biases = [layer.bias.detach().numpy() for layer in linear]
-    discrete = isinstance(model.head, Categorical)
-    sigma = None if discrete else model.head.log_std.detach().exp().numpy()
-    norm = model.obs_norm
-    normalising = isinstance(norm, RunningNorm)
-    if normalising:
-        mean = norm.mean.numpy()
-        std = norm.std.numpy()
+        def composed(x):
+            for function in functions:
+                x = function(x)
+            return x
 
-    def act(arrays, noise=None):
-        h = arrays["obs"]
-        if normalising:
-            h = ((h - mean) / std).clip(-norm.limit, norm.limit).astype(np.float32)
-        for W, b in zip(weights[:-1], biases[:-1]):
-            h = np.tanh(h @ W + b)
-        actions = h @ weights[-1] + biases[-1]  # logits, or means
-        if noise is not None:
-            actions = actions + noise if discrete else actions + sigma * noise
-        if discrete:
-            actions = actions.argmax(axis=-1)
-        arrays["actions"][:] = actions.reshape(arrays["actions"].shape)
-
-    return act
-
-
-def is_plain(model):
-    """Whether `fast_act` knows the policy: tanh layers, one choice or a diagonal Gaussian, no more.
-
-    The types are compared exactly, since a subclass may do something else.
-    """
-    own_act = type(model) is Model
-    on_cpu = model.device.type == "cpu"
-    sees_obs_only = model.inputs == ["obs"]  # no memory, no masks
-    one_choice = type(model.head) is Categorical and len(model.head.choices) == 1
-    diagonal = type(model.head) is Gaussian and model.head.lower is None
-    if not (own_act and on_cpu and sees_obs_only and type(model.actor) is nn.Sequential):
-        return False
-    layers = [type(layer) for layer in model.actor]
-    tanh_layers = layers == [nn.Linear, nn.Tanh] * (len(layers) // 2)
-    return tanh_layers and (one_choice or diagonal)
+        return composed
+    if type(module) is nn.Linear:
+        weight = module.weight.detach().numpy().T
+        bias = module.bias.detach().numpy()
+        return lambda x: x @ weight + bias
+    if type(module) is RunningNorm:
+        mean = module.mean.numpy()
+        std = module.std.numpy()
+        limit = module.limit
+        return lambda x: ((x - mean) / std).clip(-limit, limit).astype(np.float32)
+    if type(module) is nn.Tanh:
+        return np.tanh
+    if type(module) is nn.Identity:
+        return lambda x: x
+    return torch.no_grad()(lambda x: module(torch.from_numpy(x)).numpy())
 
 
 def keep_freed_memory():
@@ -1614,7 +1160,7 @@ def keep_freed_memory():
 def make_env(env_id, number, **options):
     """Return the simulation `env_id` on the level of a number; its maker gets `options` it knows.
 
-    Raises ValueError if it is no Gymnasium env, or has spaces that the model does not know.
+    Raises ValueError if it has spaces that the model does not know.
     """
     make = load_make(env_id)
     parameters = inspect.signature(make).parameters
@@ -1623,26 +1169,19 @@ def make_env(env_id, number, **options):
         options = {name: value for name, value in options.items() if name in parameters}
     env = make(level=number, **options)
 
-    if not isinstance(env, gym.Env):
-        raise ValueError(f"{env_id} returned {env!r}, which is no Gymnasium env")
     space = env.observation_space
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
-        raise ValueError(f"not supported: observation space {space}")
-    num_choices(env.action_space)
+    sees_vectors = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
+    if not sees_vectors or not isinstance(env.action_space, (gym.spaces.Box, gym.spaces.Discrete)):
+        raise ValueError(f"not supported: spaces {space}, {env.action_space}")
     return env
 
 
 def load_make(name):
-    """Return the function that makes the simulation `name` at a level."""
+    """Return the function that makes the simulation `name`: a case, file.py:make or module:make."""
     if name in CASES:
         return functools.partial(ResSim, name)
     if ":" not in name:
         raise ValueError(f"no env '{name}'; known: {', '.join(CASES)}, file.py:make, module:make")
-    return load_function(name)
-
-
-def load_function(name):
-    """Return the function of `file.py:function` or `module:function`."""
     module, _, function = name.rpartition(":")
     loaded = load_file(module) if module.endswith(".py") else importlib.import_module(module)
     return getattr(loaded, function)
@@ -1651,737 +1190,516 @@ def load_function(name):
 # All games share one module: its data is there once, and its classes are the same.
 @functools.cache
 def load_file(path):
-    """Return the module in a file, which may also lie in the current folder."""
-    found = Path(path)
-    # The run may be from another machine.
-    if not found.exists():
-        found = Path(found.name)
-    if not found.exists():
-        raise ValueError(f"there is no file {path}")
+    """Return the module in a file."""
     # Modules that the file imports lie there.
-    sys.path.append(str(found.resolve().parent))
-    spec = importlib.util.spec_from_file_location(f"simulation_{found.stem}", found)
+    sys.path.append(os.path.dirname(path))
+    spec = importlib.util.spec_from_file_location(f"simulation_{Path(path).stem}", path)
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = loaded
     spec.loader.exec_module(loaded)
     return loaded
 
 
-def num_choices(space):
-    """Return the number of choices of each action entry, [] for a Box of floats.
+def to_env(actions, space):
+    """Return actions (N, ...) as envs take them: clipped to a Box's bounds, counted from `start`.
 
-    Raises ValueError for any other action space.
-    """
-    if isinstance(space, gym.spaces.Box) and space.dtype.kind == "f":
-        return []
-    if isinstance(space, gym.spaces.Discrete):
-        return [int(space.n)]
-    if isinstance(space, gym.spaces.MultiDiscrete):
-        return space.nvec.ravel().tolist()
-    if isinstance(space, gym.spaces.MultiBinary):
-        return [2] * math.prod(space.shape)
-    raise ValueError(f"not supported: action space {space}")
-
-
-def to_env(action, space, as_array=np.asarray):
-    """Return an action as the env takes it: clipped to a Box's bounds, counted from `start`.
-
-    The policy's log π is of the action before clipping. `as_array` is torch.as_tensor for tensors.
+    The policy's log π is of the actions before clipping.
     """
     if isinstance(space, gym.spaces.Box):
-        return action.clip(as_array(space.low), as_array(space.high))
-    return action + as_array(np.int64(getattr(space, "start", 0)))
+        actions = actions.clip(space.low, space.high)
+    else:
+        actions = actions + getattr(space, "start", 0)
+    return actions.astype(space.dtype, copy=False)
+
+
+class GameError(RuntimeError):
+    """A game or a worker failed: a line that says which and how, then the traceback."""
+
+
+class AtWork:
+    """The context in which an env is called: any error becomes a GameError that says where.
+
+    A class takes a third of the time of a function with `contextmanager`, which is 4 % of a step of
+    CartPole.
+    """
+
+    def __init__(self, game, doing):
+        self.game = game
+        self.doing = doing
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, kind, error, _):
+        """Raise GameError for an error. Only Ctrl-C passes."""
+        if not isinstance(error, (Exception, SystemExit)):
+            return
+        line = f"{self.game.place()} failed in {self.doing}: {kind.__name__}: {error}"
+        if "unpack" in str(error):
+            line += (
+                "; reset must return (obs, info), step (obs, reward, terminated, truncated, info)"
+            )
+        text = "".join(traceback.format_exception(error))
+        raise GameError(f"{line}\n{text}") from None
 
 
 class Game:
     """One simulation on one level that starts its next episode by itself.
 
-    It is row n of the arrays (N, ...) of its role and level. A step leads from the action in
-    `actions` to `next_obs`. `obs` is what to act on next: the same, or the first observation of the
-    next episode if the step `ended` one. `episode_return` and `episode_length` are those of the
-    episode so far. `finished` says that an episode has ended since the start, and `first_return` is
-    the return of the first one.
+    It writes column n of its team's rows. Row t has what the policy saw and did at step t, and what
+    came of it. What the policy sees next, the same episode or the start of another one, is in row
+    t + 1.
     """
 
-    MAX_REPLAY = 100_000  # steps; a longer episode is not replayed when a run is resumed
-
-    def __init__(self, args, number, n, seed, arrays, video=None, **options):
+    def __init__(self, args, number, rows, n, options):
         self.name = f"{Path(args.env).name} level {number}"
-        self.n = n
-        self.seed = seed
-        self.random = None  # the generator of the seeds that a pair without map_from shares
-        self.arrays = arrays
-        self.env = make_env(args.env, number, **options)
-        if video:
-            self.env = first_episode_video(self.env, video)
-
-        # What `get_state` saves of an env that cannot save itself: the episode's actions so far and
-        # the state of its random generator before the reset, or None if that was by a seed.
-        self.actions = []
-        self.random_state = None
-        self.replays = state_keeper(self.env) is None and not is_paired(args)
-        self.episode = 0  # how many have begun since the game was started
-
         self.failed_reward = args.failed_reward
-        self.failures = []  # a line for each step that has failed, where that ends an episode only
+        self.rows = rows
+        self.n = n
+        self.env = make_env(args.env, number, **options)
+        self.shape = self.env.observation_space.shape
+        self.maps = hasattr(self.env.unwrapped, "map_from")  # whether it takes over other states
 
-        # The first observations of reset and step are compared with psi(), where pairs need it.
-        has_psi = callable(getattr(self.env.unwrapped, "psi", None))
-        self.to_compare = {"obs", "next_obs"} if has_psi and is_paired(args) else set()
-
-        self.shows_pictures = n == 0 and not video and self.env.render_mode == "rgb_array"
-        self.picture = None  # what the last episode's end looked like
-
-    def start(self, seed):
-        """Start the first episode of a seed."""
+    def start(self, seed, t):
+        """Start the first episode of a seed in row t."""
         self.seed = seed
-        self.random = np.random.default_rng(seed)
-        self.episode = 0
-        self.arrays["finished"][self.n] = False
-        self.reset(seed)
+        self.episode = 0  # how many have begun since the start
+        self.first_return = None  # the return of the first one, when it has ended
+        self.reset(t, seed)
 
-    def reset(self, seed=None):
-        """Start an episode, of the game's current random stream or of a new seed."""
-        if self.shows_pictures:
-            with suppress(Exception):
-                # A render may raise anything.
-                self.picture = self.env.render()
-        self.random_state = None
-        if seed is None and self.replays:
-            self.random_state = random_state(self.env)
-        self.actions = []
+    def reset(self, t, seed=None):
+        """Start an episode in row t: the next one, or the first one of a seed."""
         self.episode += 1
-        # Until the next step `ended` says that `obs` is the first observation of an episode.
-        self.arrays["ended"][self.n] = True
-        obs, _ = reset_env(self.env, seed)
-        self.show("obs", obs)
+        self.episode_return = 0.0
+        self.episode_length = 0
+        with AtWork(self, "reset"):
+            obs, _ = self.env.reset(seed=seed)
+            self.rows["obs"][t, self.n] = self.vector(obs)
 
-    def note(self, action):
-        """Keep an action that is about to be taken, if the episode may be replayed."""
-        if self.replays and len(self.actions) <= self.MAX_REPLAY:
-            # An env may change the array that it gets.
-            self.actions.append(action.copy())
+    def follow(self, fine, t):
+        """Take over the state of a finer game, and show it in row t (D&E, Algorithm 5, line 18)."""
+        with AtWork(self, "map_from"):
+            self.env.unwrapped.map_from(fine.env.unwrapped)
+            self.rows["obs"][t, self.n] = self.vector(self.env.unwrapped.psi())
 
-    def step(self, action):
-        """Take one step. With --failed-reward a step that fails ends the episode, not the run."""
-        self.note(action)
+    def start_with(self, fine, t):
+        """Start an episode in row t together with a finer game, which has just started one."""
+        if not self.maps:
+            # A common seed starts both.
+            seed = int(draw_seeds(1, fine.seed, fine.episode)[0])
+            fine.reset(t, seed)
+            self.reset(t, seed)
+            return
+        # If its own episode has just ended it was reset already.
+        if self.episode_length > 0:
+            self.reset(t)
+        self.follow(fine, t)
+
+    def step(self, t, action):
+        """Take an action in row t. With --failed-reward a failure ends the episode, not the run."""
         try:
-            returned = step_env(self.env, action)
-        except EnvError:
-            # This is a mistake in the env's code.
-            raise
-        except (Exception, SystemExit) as error:
-            # A solver may raise anything.
+            with AtWork(self, "step"):
+                obs, reward, terminated, truncated, _ = self.env.step(action)
+                self.record(t, obs, reward, terminated, truncated)
+        except GameError as error:
             if self.failed_reward is None:
                 raise
-            self.fail(one_line(error))
-            return
-        obs, reward, terminated, truncated, _ = returned
-        check_step(reward, terminated, truncated)
-        if self.failed_reward is not None and not (is_usable(obs) and is_usable(reward)):
-            self.fail("NaN or over 1e15 in what step returned")
-            return
-        self.record(obs, reward, terminated, truncated)
+            report(str(error).partition("\n")[0])
+            obs = self.rows["obs"][t, self.n]
+            self.record(t, obs, self.failed_reward, terminated=True, truncated=False, failed=True)
+        self.go_on(t)
 
-    def fail(self, reason):
-        """End the episode with --failed-reward, where it was before the step."""
-        self.failures.append(f"{self.name} ({self.place()}) failed: {reason}")
-        # The env may be anywhere.
-        self.to_compare = set()
-        obs = self.arrays["obs"][self.n].copy()
-        self.record(obs, self.failed_reward, terminated=True, truncated=False)
+    def record(self, t, obs, reward, terminated, truncated, failed=False):
+        """Write what came of the step in row t. The types are checked by converting them."""
+        obs = self.vector(obs)
+        reward = float(reward)
+        terminated = bool(terminated)
+        truncated = bool(truncated) and not terminated
+        if not math.isfinite(reward):
+            raise FloatingPointError(f"the reward is {reward}")
 
-    def record(self, obs, reward, terminated, truncated):
-        """Write what came of a step, and start the next episode if this one has ended."""
-        a = self.arrays
+        self.episode_return += reward
+        self.episode_length += 1
+        rows = self.rows
         n = self.n
-        # If the step before ended an episode, this one begins another.
-        if a["ended"][n]:
-            a["episode_return"][n] = 0
-            a["episode_length"][n] = 0
-        a["episode_return"][n] += reward
-        a["episode_length"][n] += 1
-        ended = terminated or truncated
-        a["rewards"][n] = reward
-        a["terminated"][n] = terminated
-        a["truncated"][n] = truncated and not terminated
-        a["ended"][n] = ended
+        rows["next_obs"][t, n] = obs
+        rows["rewards"][t, n] = reward
+        rows["terminated"][t, n] = terminated
+        rows["truncated"][t, n] = truncated
+        rows["failed"][t, n] = failed
 
-        self.show("next_obs", obs)
-        if not ended:
-            self.show("obs", obs)
+    def go_on(self, t):
+        """Show in row t + 1 what follows on row t: the same episode, or the next one."""
+        rows = self.rows
+        n = self.n
+        if not (rows["terminated"][t, n] or rows["truncated"][t, n]):
+            rows["obs"][t + 1, n] = rows["next_obs"][t, n]
             return
-        if not a["finished"][n]:
-            a["finished"][n] = True
-            a["first_return"][n] = a["episode_return"][n]
-        self.reset()
+        rows["episode_return"][t, n] = self.episode_return
+        rows["episode_length"][t, n] = self.episode_length
+        if self.first_return is None:
+            self.first_return = self.episode_return
+        self.reset(t + 1)
 
-    def show(self, name, obs):
-        """Write an observation."""
-        shape = self.arrays[name].shape[1:]
-        # NumPy would stretch an observation of another shape.
-        if np.shape(obs) != shape:
-            raise EnvError(f"an observation has shape {np.shape(obs)}, its space {shape}")
-        if name in self.to_compare:
-            self.to_compare.remove(name)
-            psi = np.asarray(self.env.unwrapped.psi())
-            if psi.shape != np.shape(obs) or not alike(obs, psi):
-                raise EnvError("an observation is not psi(): noise in it? a wrapper?")
-        self.arrays[name][self.n] = obs
+    def vector(self, obs):
+        """Return an observation in its space's shape. Raises FloatingPointError for NaN in it."""
+        # An observation of another shape would be stretched.
+        obs = np.asarray(obs, self.rows["obs"].dtype).reshape(self.shape)
+        # The square must be finite, too: it is used in norms.
+        if not math.isfinite(obs @ obs):
+            raise FloatingPointError("an observation has NaN, infinity, or too large numbers")
+        return obs
 
     def place(self):
         """Return where the game is, as text: its seed, the episode since then, the steps in it."""
-        ended = self.arrays["ended"][self.n]
-        steps = 0 if ended else self.arrays["episode_length"][self.n]
-        return f"seed {self.seed}, episode {self.episode}, after {steps} steps"
-
-    def get_state(self):
-        """Return, as bytes, what `set_state` needs to go on, or None if nothing helps.
-
-        That is the env's own state, if it has get_state and set_state, or else how the episode
-        began and its actions: playing them again leads to the same place. Pairs need the former.
-        """
-        keeper = state_keeper(self.env)
-        can_be_replayed = self.replays and len(self.actions) <= self.MAX_REPLAY
-        if keeper is None and not can_be_replayed:
-            return None
-        state = {"seed": self.seed, "random": self.random}
-        state |= {"random_state": self.random_state, "actions": self.actions}
-        state["episode"] = self.episode
-        try:
-            if keeper is not None:
-                state["env"] = keeper.get_state()
-            return pickle.dumps(state)
-        except Exception:
-            # An env may raise anything, or hold what cannot be pickled.
-            return None
-
-    def set_state(self, state):
-        """Go on from the state of such a game; ValueError if the env does not get there."""
-        state = pickle.loads(state)
-        obs, _ = self.env.reset(seed=state["seed"])
-        if "env" in state:
-            state_keeper(self.env).set_state(state["env"])
-        else:
-            obs = self.replay(obs, state)
-            shown = self.arrays["obs"][self.n]
-            if not np.array_equal(np.asarray(obs, shown.dtype), shown, equal_nan=True):
-                raise ValueError("playing its actions again led elsewhere")
-        self.seed = state["seed"]
-        self.random = state["random"]
-        self.random_state = state["random_state"]
-        self.actions = state["actions"]
-        self.episode = state["episode"]
-
-    def replay(self, obs, state):
-        """Play an episode's actions again, after reset(seed). Returns the last observation."""
-        # A later episode of the seed began with a reset without one.
-        if state["random_state"] is not None:
-            self.env.unwrapped.np_random.bit_generator.state = state["random_state"]
-            obs, _ = self.env.reset()
-        for action in state["actions"]:
-            obs, _, terminated, truncated, _ = self.env.step(action)
-            if terminated or truncated:
-                raise ValueError("playing its actions again ended the episode early")
-        return obs
+        where = f"seed {self.seed}, episode {self.episode}, after {self.episode_length} steps"
+        return f"{self.name} ({where})"
 
 
-# What Gymnasium wants. The API of Gym before 0.26 is another one.
-API = "reset must return (obs, info), step (obs, reward, terminated, truncated, info)"
+class Team(NamedTuple):
+    """Games that are played together. Each process has its share of them."""
+
+    level: int  # the index of the level that they simulate
+    size: int  # how many there are
+    num_steps: int  # how many steps their rows hold
+    options: dict = {}  # what `make_env` gets
 
 
-class EnvError(ValueError):
-    """An env has returned what cannot be used. The message says all; no traceback is needed."""
+def make_teams(args):
+    """Return {name: Team} of all games: those of training, of checks and of evaluations.
 
-
-def reset_env(env, seed=None):
-    """Return (obs, info) of env.reset; EnvError if the env has another API."""
-    try:
-        returned = env.reset(seed=seed)
-    except ValueError as error:
-        if is_of_a_wrapper(error):
-            raise EnvError(API) from error
-        raise
-    is_pair = isinstance(returned, tuple) and len(returned) == 2
-    if not is_pair or not isinstance(returned[1], dict):
-        raise EnvError(API)
-    return returned
-
-
-def step_env(env, action):
-    """Return (obs, reward, terminated, truncated, info) of env.step; EnvError as `reset_env`."""
-    try:
-        returned = env.step(action)
-    except ValueError as error:
-        if is_of_a_wrapper(error):
-            raise EnvError(API) from error
-        raise
-    if not isinstance(returned, tuple) or len(returned) != 5:
-        raise EnvError(API)
-    return returned
-
-
-def is_of_a_wrapper(error):
-    """Whether a wrapper of Gymnasium's could not unpack what an env had returned."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    raised_in = frame.f_globals["__name__"]
-    return raised_in.startswith("gymnasium.") and "unpack (expected" in str(error)
-
-
-def check_step(reward, terminated, truncated):
-    """Raise EnvError unless a step returned a number and two flags; arrays are neither."""
-    is_number = isinstance(reward, numbers.Real) or getattr(reward, "shape", None) == ()
-    if not is_number or not is_flag(terminated) or not is_flag(truncated):
-        raise EnvError(f"not a number and two flags: {(reward, terminated, truncated)}")
-
-
-def is_usable(value):
-    """Whether a number or array has no NaN, infinity or number that is too large."""
-    return bool((np.abs(value) < LARGEST).all())
-
-
-def is_flag(value):
-    """Whether a value is true or false, and no array."""
-    return getattr(value, "shape", ()) == () and value in (True, False)
-
-
-def random_state(env):
-    """Return the state of the env's random generator, or None if it is of another kind."""
-    generator = getattr(env.unwrapped.np_random, "bit_generator", None)
-    return None if generator is None else generator.state
-
-
-def state_keeper(env):
-    """Return the env or wrapper that has get_state and set_state, or None if there is none.
-
-    There is also none if it lies inside a wrapper that may keep a state of its own, such as a time
-    limit. Both methods are needed: MuJoCo's set_state alone does something else.
+    "own l" are the actors' games of level index l. With --schedule together there are "partners l"
+    for l > 0, which play one level below.
     """
-    stateless = (gym.wrappers.PassiveEnvChecker, gym.wrappers.OrderEnforcing)
-    stateless += (gym.wrappers.FlattenObservation, gym.wrappers.RescaleAction)
-    stateless += (gym.wrappers.ClipAction,)
-    while not (hasattr(env, "get_state") and hasattr(env, "set_state")):
-        if type(env) not in stateless:
-            return None
-        env = env.env
-    return env
-
-
-def first_episode_video(env, folder):
-    """Return the env with a wrapper that films its first episode, a file .mp4 in the folder."""
-    return gym.wrappers.RecordVideo(
-        env, folder, episode_trigger=lambda episode: episode == 0, disable_logger=True
-    )
-
-
-class Games:
-    """The actors of one process, those in `rows` of all N, and the model that plays them.
-
-    `own[l]` are the games of level index l, one for each actor. `partners[l]` are their partners,
-    games one level below. There are some for l > 0 with --schedule together. All games of an actor
-    live in one process, for map_from.
-    """
-
-    def __init__(self, args, model, levels, seeds, rows, arrays, buffer, **options):
-        own_rows = slice(rows[0], rows[-1] + 1)
-        self.first_row = rows[0]
-        self.seed(int(seeds[OWN, 0, 0]))
-        self.model = model
-        self.arrays = {name: array[:, :, own_rows] for name, array in arrays.items()}
-        self.noise = buffer["noise"][:, own_rows]  # (T, N, ·), one for both roles
-        self.buffer = {}
-        for name in model.stored + RESULTS:
-            self.buffer[name] = buffer[name][:, :, own_rows]
-        self.at_work = None  # the game that is at work, and what it does
-
-        self.levels = levels
-        self.own = []
-        self.partners = []
-        for level, number in enumerate(levels):
-            partners = []
+    teams = {}
+    finest = len(args.levels) - 1
+    trains = not args.eval and not args.analyse
+    if trains or args.analyse:
+        for level, num_steps in enumerate(args.num_steps):
+            teams[f"own {level}"] = Team(level, args.num_envs, num_steps)
             if is_paired(args) and level > 0:
-                member = view(arrays, PARTNER, level)
-                for n in rows:
-                    seed = int(seeds[PARTNER, level, n])
-                    partners.append(Game(args, levels[level - 1], n, seed, member, **options))
-            self.partners.append(partners)
+                teams[f"partners {level}"] = Team(level - 1, args.num_envs, num_steps)
+    if trains and args.schedule == "adaptive":
+        teams["check"] = Team(finest, args.check_episodes, 1, {"validation": True})
+    if not args.analyse and (args.eval or args.eval_every):
+        teams["evaluation"] = Team(finest, args.eval_episodes, 1, {"evaluation": True})
+    return teams
 
-            member = view(arrays, OWN, level)
-            own = []
-            for n in rows:
-                seed = int(seeds[OWN, level, n])
-                own.append(Game(args, number, n, seed, member, **options))
-            self.own.append(own)
 
-    def games_of(self, actor):
-        """Return the list of an actor's games: own¹, partner², own², partner³, own³, ..."""
-        games = []
-        for own, partners in zip(self.own, self.partners):
-            if partners:
-                games.append(partners[actor])
-            games.append(own[actor])
-        return games
+def is_paired(args):
+    """Whether actors have partners: several levels are played together."""
+    return len(args.levels) > 1 and args.schedule == "together"
 
-    def call(self, command, *arguments, **options):
-        """Carry out a command. If a game fails, GameError says which one, and in what."""
-        try:
-            return getattr(self, command)(*arguments, **options)
-        except (Exception, SystemExit) as error:
-            # Without a game at work the failure is not a game's.
-            if self.at_work is None:
-                raise
-            game, doing = self.at_work
-            what = f"{game.name} ({game.place()}) failed in {doing}: {one_line(error)}"
-            if not isinstance(error, EnvError):
-                if doing == "step":
-                    what += "; to go on after such steps: --failed-reward"
-                what += f"\n{traceback.format_exc()}"
-            raise GameError(what) from None
 
-    def start(self, states=None, seeds=None):
-        """Start all actors.
+def make_rows(args, model, num_steps, num_games):
+    """Return {name: array} for a rollout of some games: (T, N, ...), and T + 1 for observations.
 
-        One with a saved state of use among the N `states` resumes there. All others start from
-        their games' seeds, which `seeds` (2, L, N) replace first. Returns a line for each actor
-        whose saved state was of no use.
+    To record another number, name it here and write it in `Game.record`: it is in the buffer then.
+    """
+    T = num_steps
+    is_discrete = isinstance(model.action_space, gym.spaces.Discrete)
+    obs_type = np.float64 if args.norm_obs else np.float32
+    action_type = np.int64 if is_discrete else np.float32
+
+    def rows(count, shape=(), dtype=np.float32):
+        return np.zeros((count, num_games, *shape), dtype)
+
+    # Return and length stand where an episode has ended.
+    return {
+        "obs": rows(T + 1, (model.obs_dim,), obs_type),
+        "actions": rows(T, model.action_space.shape, action_type),
+        "next_obs": rows(T, (model.obs_dim,), obs_type),
+        "rewards": rows(T),
+        "terminated": rows(T, (), bool),
+        "truncated": rows(T, (), bool),
+        "failed": rows(T, (), bool),
+        "episode_return": rows(T, (), np.float64),
+        "episode_length": rows(T, (), np.int64),
+    }
+
+
+class Player:
+    """One process: its share of the games of all teams, their rows, and the model that plays."""
+
+    def __init__(self, args, model, index=0, count=1):
+        keep_freed_memory()
+        self.policy = Policy(model)
+        self.head = model.head
+        self.action_space = model.action_space
+        self.maps_each_step = args.coupling == "step"
+        self.in_batches = args.failed_reward is None  # if the env has a step_batch
+        self.index = index  # of this process
+        self.count = count  # of all processes
+        self.rows = {}
+        self.games = {}
+        for name, team in make_teams(args).items():
+            num_games = len(self.share(range(team.size)))
+            rows = make_rows(args, model, team.num_steps, num_games)
+            number = args.levels[team.level]
+            games = [Game(args, number, rows, n, team.options) for n in range(num_games)]
+            self.rows[name] = rows
+            self.games[name] = games
+
+    def share(self, rows, axis=0):
+        """Return this process's share of what is there for all games or actors."""
+        return np.array_split(rows, self.count, axis)[self.index]
+
+    def start(self, seeds, leader, followers=()):
+        """Start the games of a team from seeds (N,), in the last row: there a rollout begins.
+
+        Games of other teams start from the same seeds and, if they can, where the leader's are.
         """
-        if seeds is not None:
-            for level, (own, partners) in enumerate(zip(self.own, self.partners)):
-                for role, games in ((OWN, own), (PARTNER, partners)):
-                    for game in games:
-                        game.seed = int(seeds[role, level, game.n])
-        problems = []
-        for actor, game in enumerate(self.own[0]):
-            problem = None
-            if states:
-                problem = self.resume(actor, states[game.n])
-            if not states or problem:
-                self.start_actor(actor)
-            if problem:
-                problems.append(problem)
-        self.at_work = None
-        return problems
+        for name in (leader, *followers):
+            for game, fine, seed in zip(self.games[name], self.games[leader], self.share(seeds)):
+                game.start(int(seed), -1)
+                if game is not fine and game.maps:
+                    game.follow(fine, -1)
 
-    def start_actor(self, actor):
-        """Start an actor's games from their seeds, and its partners where the fine are."""
-        for game in self.games_of(actor):
-            self.at_work = (game, "reset")
-            game.start(game.seed)
-        for own, partners in zip(self.own, self.partners):
-            if partners:
-                self.follow(own[actor], partners[actor])
+    def play(self, teams, noise):
+        """Act, step, record, T times, with noise (T, N, ·): [own] or [own, partners].
 
-    def resume(self, actor, states):
-        """Go on from an actor's saved states. Returns None, or a line that says why not."""
-        if states is None:
-            return "its state was not saved"
-        try:
-            for game, state in zip(self.games_of(actor), states, strict=True):
-                game.set_state(state)
-        except Exception as error:
-            # Packages may have changed, so it may be any error.
-            return one_line(error)
-        return None
-
-    def get_state(self):
-        """Return the list of the actors' states, None for one that cannot be taken up again."""
-        states = []
-        for actor in range(len(self.own[0])):
-            saved = [game.get_state() for game in self.games_of(actor)]
-            complete = None not in saved
-            states.append(saved if complete else None)
-        return states
-
-    def follow(self, fine, partner, new_episode=True):
-        """Have a partner take over the state of its fine game (D&E, Algorithm 5, line 18).
-
-        `new_episode` says that the fine game has just started one. Without map_from a common seed
-        starts both.
+        Returns the list of the teams' rows, and that of their seconds.
         """
-        if new_episode and not maps_states(partner.env.unwrapped):
-            self.start_pair(fine, partner)
-            return
-        has_been_reset = partner.arrays["ended"][partner.n]  # by its own end
-        if new_episode and not has_been_reset:
-            self.at_work = (partner, "reset")
-            partner.reset()
-        self.at_work = (partner, "map_from")
-        partner.env.unwrapped.map_from(fine.env.unwrapped)
-        partner.show("obs", partner.env.unwrapped.psi())
+        seconds = [0.0 for _ in teams]
+        for name in teams:
+            self.carry(name, -1)
+        for t, noise_of_step in enumerate(self.share(noise, axis=1)):
+            for i, name in enumerate(teams):
+                began = time.perf_counter()
+                if i > 0 and self.maps_each_step:
+                    # The partners take the fine games' actions.
+                    self.step_games(name, t, self.rows[teams[0]]["actions"][t])
+                else:
+                    self.take_step(name, t, noise_of_step)
+                seconds[i] += time.perf_counter() - began
+            if len(teams) > 1:
+                self.follow_own(*teams, t)
+        return [self.rows[name] for name in teams], seconds
 
-    def start_pair(self, fine, partner):
-        """Start an episode of both games of a pair from a seed that they share."""
-        self.at_work = (partner, "reset")
-        seed = int(fine.random.integers(2**31))
-        fine.reset(seed)
-        partner.reset(seed)
+    def carry(self, name, t):
+        """Go on in row 0 with what the policy sees in row t."""
+        self.rows[name]["obs"][0] = self.rows[name]["obs"][t]
 
-    def follow_finest(self):
-        """Have the games of all levels take over the state of the finest one, if they can."""
-        for games in self.own[:-1]:
-            for game, finest in zip(games, self.own[-1]):
-                if maps_states(game.env.unwrapped):
-                    self.at_work = (game, "map_from")
-                    game.env.unwrapped.map_from(finest.env.unwrapped)
-                    game.show("obs", game.env.unwrapped.psi())
-        self.at_work = None
+    def take_step(self, name, t, noise=None, playing=None):
+        """Act in row t of a team, and step its games, or only those that are `playing`.
 
-    def level_names(self):
-        """Return the levels as text, with the name that the simulation gives them, if it does."""
-        names = []
-        for (game, *_), number in zip(self.own, self.levels):
-            name = str(number)
-            if hasattr(game.env.unwrapped, "level_name"):
-                name += f" ({game.env.unwrapped.level_name})"
-            names.append(name)
-        return names
+        Without noise the policy's mode acts.
+        """
+        actions = self.policy.act(self.rows[name]["obs"][t], noise)
+        self.step_games(name, t, actions, playing)
 
-    def seed(self, seed):
-        """Seed this process's generators, which the games may draw from."""
-        seed_generators(seed, RANK, self.first_row)
-
-    def play(self, num_steps, **how):
-        """Play a number of steps, see the function `play`."""
-        play(self, num_steps, **how)
-
-    def step(self, level, coupling=None):
-        """Step the games of a level index once, and their partners as the coupling says."""
-        started = time.perf_counter()
-        self.step_games(self.own[level], view(self.arrays, OWN, level))
-        if coupling is not None:
-            self.step_games(self.partners[level], view(self.arrays, PARTNER, level))
-            self.follow_all(level, in_each_step=coupling == "step")
-        self.at_work = None
-        # What this process has spent on the level stands in the entry of its first actor.
-        self.arrays["seconds"][OWN, level, 0] += time.perf_counter() - started
-
-    def step_games(self, games, arrays):
-        """Step games of one role and level once, together if their env can."""
+    def step_games(self, name, t, actions, playing=None):
+        """Take actions (N, ...) in row t, in all games at once if their env can."""
+        self.rows[name]["actions"][t] = actions
+        games = self.games[name] if playing is None else playing
         envs = [game.env for game in games]
-        space = envs[0].action_space
-        actions = to_env(arrays["actions"], space).astype(space.dtype, copy=False)
-        if steps_in_batches(envs[0]) and games[0].failed_reward is None:
+        actions = to_env(actions, self.action_space)[[game.n for game in games]]
+        if not (self.in_batches and hasattr(envs[0], "step_batch")):
             for game, action in zip(games, actions):
-                game.note(action)
-            self.at_work = (games[0], "step_batch")
-            results = zip(*envs[0].step_batch(envs, actions), strict=True)
-            for game, (obs, reward, terminated, truncated) in zip(games, results, strict=True):
-                self.at_work = (game, "step_batch")
-                check_step(reward, terminated, truncated)
-                game.record(obs, reward, terminated, truncated)
-        else:
-            for game, action in zip(games, actions):
-                self.at_work = (game, "step")
-                game.step(action)
-        arrays["steps"] += 1
+                game.step(t, action)
+            return
+        with AtWork(games[0], "step_batch"):
+            results = list(zip(*envs[0].step_batch(envs, actions), strict=True))
+        for game, result in zip(games, results, strict=True):
+            with AtWork(game, "step_batch"):
+                game.record(t, *result)
+            game.go_on(t)
 
-    def follow_all(self, level, in_each_step):
-        """Have partners follow where a fine episode ended, or everywhere in each step."""
-        ended = self.arrays["ended"][OWN, level]
-        terminated = self.arrays["terminated"][PARTNER, level]
-        # Where the fine episode ended, the partner's ends with it and a new pair starts.
-        self.arrays["truncated"][PARTNER, level] |= ended & ~terminated
-        for fine, partner, new_episode in zip(self.own[level], self.partners[level], ended):
-            if new_episode or in_each_step:
-                self.follow(fine, partner, new_episode)
+    def follow_own(self, own, partners, t):
+        """Where a fine episode has ended its partner's ends with it, and a new pair starts.
 
-    def take_failures(self):
-        """Return a line for each step that has failed since the last time."""
-        lines = []
-        for game in sum(self.own + self.partners, []):
-            lines += game.failures
-            game.failures = []
-        return lines
+        With --coupling step partners take over the fine state after every step.
+        """
+        ended = self.rows[own]["terminated"][t] | self.rows[own]["truncated"][t]
+        terminated = self.rows[partners]["terminated"][t]
+        self.rows[partners]["truncated"][t] |= ended & ~terminated
+        for fine, partner, is_new in zip(self.games[own], self.games[partners], ended):
+            if is_new:
+                partner.start_with(fine, t + 1)
+            elif self.maps_each_step:
+                partner.follow(fine, t + 1)
 
-    def picture(self):
-        """Return the picture of the first game's last end, or None."""
-        return self.own[0][0].picture
+    def play_episodes(self, teams, seeds, noise_seeds=None):
+        """Play an episode of actors on each team, from the same starts and with the same noise.
+
+        Where they can, games start where those of the last team do. There may be fewer seeds than
+        actors. Without noise seeds the policy's mode acts.
+
+        Returns returns (K, n) and first observations (K, n, D) of K teams, their steps and seconds.
+        """
+        num_games = len(self.share(seeds))
+        *others, finest = teams
+        self.start(seeds, finest, others)
+        returns = []
+        shown = []
+        steps = []
+        seconds = []
+        for name in teams:
+            self.carry(name, -1)
+            shown.append(self.rows[name]["obs"][0, :num_games].copy())
+            began = time.perf_counter()
+            games = self.games[name][:num_games]
+            steps.append(self.finish_episodes(name, games, noise_seeds))
+            seconds.append(time.perf_counter() - began)
+            returns.append([game.first_return for game in games])
+        return np.array(returns, float), np.array(shown), steps, seconds
+
+    def finish_episodes(self, name, games, noise_seeds):
+        """Play until some games of a team have finished an episode. Returns the number of steps.
+
+        Raises GameError if an episode takes more than MOST_STEPS steps.
+        """
+        noise = None
+        generators = []
+        if noise_seeds is not None:
+            seeds = self.share(noise_seeds).tolist()
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        steps = 0
+        for _ in range(MOST_STEPS):
+            playing = [game for game in games if game.first_return is None]
+            if not playing:
+                return steps
+            if generators:
+                noise = torch.cat([self.head.noise(1, generator) for generator in generators])
+                noise = noise.numpy()
+            self.take_step(name, 0, noise, playing)
+            self.carry(name, 1)
+            steps += len(playing)
+        raise GameError(f"{playing[0].place()}: an episode takes over {MOST_STEPS:,} steps")
 
     def close(self):
-        """Close all envs, also after one that fails in it."""
-        failure = None
-        for game in sum(self.own + self.partners, []):
+        """Close all envs. An error in this is only told: what the run has learned is not lost."""
+        for game in sum(self.games.values(), []):
             try:
                 game.env.close()
-            except (Exception, SystemExit) as error:
-                self.at_work = (game, "close")
-                failure = error
-        if failure:
-            raise failure
+            except Exception as error:
+                report(f"{game.place()} failed in close: {error}")
 
 
-def maps_states(env):
-    """Whether the env can take over the state of another level, and show it."""
-    return callable(getattr(env, "map_from", None)) and callable(getattr(env, "psi", None))
+class Costs:
+    """What a step on each level takes, and a row of an update: given, or the mean of what was seen.
 
-
-def steps_in_batches(env):
-    """Whether the env's class has a step_batch. A subclass that overrides `step` alone has not."""
-    for owner in type(env).mro():  # the class, then those that it inherits from
-        if "step_batch" in owner.__dict__:
-            return True
-        if "step" in owner.__dict__:
-            return False
-    return False
-
-
-class Costs(NamedTuple):
-    """--level-costs by name, in seconds."""
-
-    steps: list  # a step on each of --levels
-    update: float  # an update with the coarsest level's rows
-    unit: float  # a step on the finest level, or on a finer --eval-level; total_cost counts these
-
-
-def costs_of(args):
-    """Return what the levels of a run cost, and an update."""
-    costs = args.level_costs
-    return Costs(costs[: len(args.levels)], costs[-1], costs[-2])
-
-
-def row_seconds(args, level):
-    """Return what a row of a level index takes: a step, and its share of an update."""
-    costs = costs_of(args)
-    return costs.steps[level] + costs.update / (args.num_envs * args.num_steps[0])
-
-
-def iteration_seconds(args, level):
-    """Return what an iteration on a level index takes: simulation and update."""
-    return args.num_envs * args.num_steps[level] * row_seconds(args, level)
-
-
-UNKNOWN_COSTS = [1.0, 0.0]  # where there is one level and nothing depends on what it costs
-
-
-def costs_of_run(args, model):
-    """Return the costs of a run's levels and of an update; in steps, where there is one level."""
-    if args.levels == [args.eval_level] and not args.hours:
-        return list(UNKNOWN_COSTS)
-    return measured_costs(args, model)
-
-
-def measured_costs(args, model):
-    """Return the seconds of a step on each level, and of an update on the coarsest level's rows.
-
-    A step's seconds are those of all workers together, with its share of an episode's start.
-    --eval-level has its own. Neither model nor generators change.
+    `total` is the run's clock: the seconds of simulation, spread over all workers, and of updates.
     """
-    levels = sorted({*args.levels, args.eval_level})
-    # The schedule adaptive has no partners.
-    args = changed(args, levels=levels, schedule="adaptive", target_kl=0.0)
-    model = copy.deepcopy(model)
-    generator = torch.Generator()
 
-    # One actor in each process is enough, unless actors are stepped together.
-    num_actors = min(args.num_envs, max(1, args.num_workers) * NUM_RANKS)
-    with closing(make_env(args.env, levels[0])) as env:
-        if steps_in_batches(env):
-            num_actors = args.num_envs
-    fewer = changed(args, num_envs=num_actors)
+    def __init__(self, args):
+        L = len(args.levels)
+        self.given = None  # seconds of a step on each level, and of a row of an update
+        if args.level_costs:
+            *steps, update = args.level_costs
+            self.given = [*steps, update / (args.num_envs * args.num_steps[0])]
+        self.steps = [0 for _ in range(L)]
+        self.seconds = [0.0 for _ in range(L)]
+        self.rows = 0
+        self.update_seconds = 0.0
+        self.total = 0.0
 
-    with (
-        kept_generators(),
-        closing(make_pool(fewer, model, game_seeds(fewer, 0), args.num_workers)) as pool,
-    ):
-        warm_up(model, pool, len(levels))
-        pool.call("start")
-        costs = [step_seconds(model, pool, level, generator) for level in range(len(levels))]
-        buffer, overhead = rollout_overhead(model, pool, fewer, generator)
-    rest = overhead + update_seconds(model, buffer, args, generator)
-    # Below 10 ms the difference may be noise.
-    if len(costs) > 1 and costs[0] > max(1.5 * costs[1], 0.01):
-        report(f"level {levels[0]} costs more than {levels[1]}: slow reset? --level-costs")
-    return [*costs, rest]
+    def count_steps(self, level, steps, seconds=None):
+        """Count steps on a level. Without seconds they are charged at what a step takes."""
+        if self.given or seconds is None:
+            seconds = steps * self.step(level)
+        else:
+            self.steps[level] += steps
+            self.seconds[level] += seconds
+        self.total += seconds
 
+    def count_update(self, rows, seconds):
+        """Count an update with so many rows."""
+        # All ranks must have the same clock, since the rule goes by it.
+        seconds = max(gathered_objects(seconds))
+        if self.given:
+            seconds = rows * self.given[-1]
+        self.rows += rows
+        self.update_seconds += seconds
+        self.total += seconds
 
-def changed(args, **options):
-    """Return a copy of the options in which some are other ones."""
-    return argparse.Namespace(**(vars(args) | options))
+    def step(self, level):
+        """Return the seconds of a step on a level."""
+        if self.given:
+            return self.given[level]
+        return self.seconds[level] / self.steps[level]
 
-
-def step_seconds(model, pool, level, generator):
-    """Return the seconds of a step on a level, the workers of all ranks together.
-
-    All actors play an episode and start the next one.
-    """
-    # Collect garbage now, not while time is taken: that may be as long as an update.
-    gc.collect()
-    pool.arrays["seconds"][:] = 0
-    pool.arrays["steps"][:] = 0
-    chunk = len(pool.buffer["noise"])
-    for _ in range(0, EVAL_STEPS, chunk):
-        draw_noise(model, pool, generator)
-        pool.play(model, chunk, level=level, until_finished=True)
-        if pool.arrays["finished"][OWN, level].all():
-            break
-    return simulated_seconds(pool) / float(pool.arrays["steps"].sum())
+    def row(self, level):
+        """Return the seconds of a row on a level: a step, and its share of an update."""
+        update = self.given[-1] if self.given else self.update_seconds / max(1, self.rows)
+        return self.step(level) + update
 
 
-def simulated_seconds(pool):
-    """Return what the pool's simulations took, spread over the workers of all ranks."""
-    workers = max(1, len(pool.workers)) * NUM_RANKS
-    return float(pool.arrays["seconds"].sum()) / workers
+class Simulations:
+    """The games of all teams in all processes, and what they cost."""
+
+    def __init__(self, args, model):
+        self.args = args
+        self.teams = make_teams(args)
+        self.costs = Costs(args)
+        self.pool = WorkerPool(args, model, functools.partial(Player, args))
+
+    def measure_costs(self, model):
+        """Play an episode on every level, to know what steps cost. It is not charged."""
+        with closing(make_env(self.args.env, self.args.levels[0])) as env:
+            in_batches = hasattr(env, "step_batch")
+        # One actor in each process is enough, unless actors are stepped together.
+        num_processes = max(1, len(self.pool.workers)) * NUM_RANKS
+        seeds = draw_seeds(self.args.num_envs if in_batches else num_processes, self.args.seed)
+        # The first time includes what is done once.
+        for _ in range(2):
+            self.costs = Costs(self.args)
+            for level in range(len(self.args.levels)):
+                self.play_episodes(model, [f"own {level}"], seeds)
+        self.costs.total = 0.0
+
+    def start(self, level, seeds):
+        """Start the games of training on a level from seeds (N,), with their partners if any."""
+        partners = [name for name in self.teams if name == f"partners {level}"]
+        self.pool.call("start", seeds, f"own {level}", partners)
+
+    def play(self, model, teams, noise):
+        """Have the model play teams side by side with noise (T, N, ·). Returns their buffers."""
+        self.pool.load(model)
+        answers = self.pool.call("play", teams, noise.numpy())
+        T, N, _ = noise.shape
+        buffers = []
+        for i, name in enumerate(teams):
+            buffers.append(side_by_side([rows[i] for rows, _ in answers]))
+            seconds = float(np.mean([seconds[i] for _, seconds in answers]))
+            self.costs.count_steps(self.teams[name].level, T * N, seconds)
+        return buffers
+
+    def play_episodes(self, model, teams, seeds, noise_seeds=None):
+        """Have the model play episodes, see `Player.play_episodes`.
+
+        Returns returns (K, N) and first observations (K, N, D) of K teams.
+        """
+        self.pool.load(model)
+        answers = self.pool.call("play_episodes", teams, seeds, noise_seeds)
+        returns, shown, steps, seconds = zip(*answers)
+        for i, name in enumerate(teams):
+            team = self.teams[name]
+            team_steps = sum(counts[i] for counts in steps)
+            team_seconds = float(np.mean([times[i] for times in seconds]))
+            # Games of checks have work of their own that is done once.
+            self.costs.count_steps(team.level, team_steps, None if team.options else team_seconds)
+        return np.concatenate(returns, axis=1), np.concatenate(shown, axis=1)
+
+    def close(self):
+        """End all processes."""
+        self.pool.close()
 
 
-def rollout_overhead(model, pool, args, generator):
-    """Return the buffer of a rollout on the coarsest level, and what it took besides simulation."""
-    pool.arrays["seconds"][:] = 0
-    started = time.perf_counter()
-    (buffer,), _ = rollout(model, pool, 0, args.num_steps[0], args, generator)
-    seconds = time.perf_counter() - started
-    return buffer, max(0.0, seconds - NUM_RANKS * simulated_seconds(pool))
+def side_by_side(parts):
+    """Return the rows of several processes, arrays (T, n, ...), as tensors (T, N, ...)."""
+    buffer = {}
+    for name in parts[0]:
+        column = np.concatenate([rows[name] for rows in parts], axis=1)
+        buffer[name] = torch.from_numpy(column)
+    return buffer
 
 
-def update_seconds(model, buffer, args, generator):
-    """Return the seconds of an update. The buffer's rows are repeated until all actors have one."""
-    actors = torch.arange(args.num_envs) % buffer["rewards"].shape[1]
-    buffer = {name: column[:, actors] for name, column in buffer.items()}
-    plan = Plan([0], [args.num_steps[0]], [])
-    # The first time includes what is done once.
-    for _ in range(2):
-        gc.collect()
-        optimizer = make_optimizer(model, args)
-        started = time.perf_counter()
-        batch = make_batch(buffer, model, args)
-        update(model, optimizer, batch, plan, args, generator)
-        seconds = time.perf_counter() - started
-    return seconds
-
-
-def draw_noise(model, pool, generator):
-    """Draw the noise of all actions that the pool's buffer has room for."""
-    noise = pool.buffer["noise"]
-    T, N, _ = noise.shape
-    noise[:] = model.head.noise(T * N, generator).view(noise.shape)
-
-
-def warm_up(model, pool, num_levels):
-    """Start the pool's games and take a step, which may do work that is done once."""
-    pool.call("start")
-    for level in range(num_levels):
-        pool.play(model, 1, level=level, sample=False)
-
-
-def seed_generators(*entropy):
+def seed_generators(seed):
     """Seed the generators of `random`, NumPy and torch: an environment may draw from them."""
-    drawn = np.random.SeedSequence(entropy).generate_state(3).tolist()
-    random.seed(drawn[0])
-    np.random.seed(drawn[1])
-    torch.manual_seed(drawn[2])
-
-
-@contextmanager
-def kept_generators():
-    """Leave the generators of this process as they were before the block."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    torch_state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def draw_seeds(count, *entropy):
@@ -2389,83 +1707,7 @@ def draw_seeds(count, *entropy):
     return np.random.SeedSequence(entropy).generate_state(count) % 2**31
 
 
-def game_seeds(args, *entropy):
-    """Return the seeds of this rank's games, (2, L, N) by role, level, actor.
-
-    They are other ones whenever games start anew. Partners of the first level do not exist.
-    """
-    L = len(args.levels)
-    drawn = draw_seeds((2 * L - 1) * args.num_envs, args.seed, *entropy)
-    members = iter(drawn.reshape(2 * L - 1, args.num_envs))
-    seeds = np.zeros((2, L, args.num_envs), drawn.dtype)
-    for level in range(L):
-        if level > 0:
-            seeds[PARTNER, level] = next(members)
-        seeds[OWN, level] = next(members)
-    return np.split(seeds, NUM_RANKS, axis=2)[RANK]
-
-
-def make_pool(args, model, seeds, num_workers, levels=None, num_steps=None, **options):
-    """Return the pool of actors on the levels, with a seed for each role, level, actor (2, L, N).
-
-    Its buffer has room for `num_steps` steps on one level (default: the largest T^l).
-    """
-    keep_freed_memory()
-    roles, L, N = seeds.shape
-    obs_shape = (model.obs_dim,)
-    action_shape = model.head.shape
-    obs_type = "float64" if args.norm_obs else "float32"
-    action_type = "int64" if num_choices(model.action_space) else "float32"
-
-    # Shape and type of what one game shows and does.
-    entries = {
-        "obs": (obs_shape, obs_type),
-        "next_obs": (obs_shape, obs_type),
-        "actions": (action_shape, action_type),
-    }
-    entries["rewards"] = ((), "float32")
-    for name in ("terminated", "truncated", "ended", "finished"):
-        entries[name] = ((), "bool")
-    for name in ("episode_return", "first_return", "seconds", "steps"):
-        entries[name] = ((), "float64")
-    entries["episode_length"] = ((), "int64")
-    entries["noise"] = ((model.head.n,), "float32")
-
-    T = num_steps or max(args.num_steps)
-    shown = sorted(set(entries) - {"noise"})
-    arrays = layout(entries, shown, (roles, L, N))
-    buffer = layout(entries, model.stored + RESULTS, (roles, T, N))
-    buffer |= layout(entries, ["noise"], (T, N))
-
-    player = model_of_workers(model) if num_workers else model
-    make_games = functools.partial(Games, args, player, levels or args.levels, seeds, **options)
-    return WorkerPool(make_games, arrays, buffer, N, num_workers, player)
-
-
-def layout(entries, names, leading):
-    """Return {name: (shape, type)} of the arrays `names`: leading axes, then an entry's own."""
-    found = {}
-    for name in names:
-        shape, dtype = entries[name]
-        found[name] = (leading + shape, dtype)
-    return found
-
-
-def model_of_workers(model):
-    """Return the model that workers play with, in shared memory, where they see every update.
-
-    A model on a GPU stays there, and a copy for the CPU plays: `WorkerPool.play` keeps it current.
-    """
-    if model.device.type != "cpu":
-        model = copy.deepcopy(model).cpu()
-    return model.share_memory()
-
-
 # ------------------------------------------------------------------------------------ worker pool
-class GameError(RuntimeError):
-    """A game or a worker failed: a line that says which and how, then the game's own traceback."""
-
-
 def num_cores():
     """Return the number of cores that this process may use, its share if torchrun started it."""
     if hasattr(os, "sched_getaffinity"):
@@ -2476,54 +1718,50 @@ def num_cores():
 
 
 class WorkerPool:
-    """N games in `num_workers` processes, or in this one if that is 0.
+    """Players in `--num-workers` processes of each rank, or one in this process if that is 0.
 
-    `make_games(rows, arrays, buffer)` makes the games in `rows`. What games and policy show each
-    other lies in `arrays`, the recorded steps in `buffer`. All processes share both; only commands
-    and answers go through pipes. `player` is the model that plays the games. Raises GameError when
-    a game raises or a worker dies.
+    `make_player(model, index, count)` makes the player of process `index`, of `count` in all ranks.
     """
 
-    def __init__(
-        self, make_games, arrays, buffer, num_envs, num_workers, player, start_method=None
-    ):
-        if start_method is None:
-            # A fork shares the memory of all imported libraries, but it is safe on Linux only.
-            start_method = "fork" if sys.platform == "linux" else "spawn"
-        context = multiprocessing.get_context(start_method)
-        shared = [shared_memory(context, names) for names in (arrays, buffer)]
-        self.arrays, self.buffer = [as_arrays(memory) for memory in shared]
-        self.player = player
-        self.games = None
+    def __init__(self, args, model, make_player):
+        # The copy of the model that plays is in memory that all processes of this rank share.
+        self.model = copy.deepcopy(model).cpu().share_memory()
+        self.player = None
         self.workers = []
-        self.rows = []  # the games of each worker
-        self.busy = False  # whether a command was sent and not answered
-
+        num_workers = min(args.num_workers, args.num_envs // NUM_RANKS)
         if num_workers == 0:
-            self.games = make_games(range(num_envs), self.arrays, self.buffer)
+            seed_generators(args.seed + RANK)
+            self.player = make_player(self.model, RANK, NUM_RANKS)
             return
-        for rows in np.array_split(range(num_envs), min(num_workers, num_envs)):
+
+        # A fork shares the memory of all imported libraries, but it is safe on Linux only.
+        context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        for i in range(num_workers):
             pipe, end = context.Pipe()
-            child = context.Process(target=work, args=(end, make_games, rows, shared), daemon=True)
-            child.start()
+            place = (RANK * num_workers + i, NUM_RANKS * num_workers)
+            arguments = (end, args.seed, make_player, self.model, *place)
+            process = context.Process(target=work, args=arguments, daemon=True)
+            process.start()
             end.close()
-            self.workers.append((pipe, child))
-            self.rows.append(rows)
+            self.workers.append((pipe, process))
 
-    def play(self, model, num_steps, **how):
-        """Have the model play all games for a number of steps, see the function `play`."""
-        if self.player is not model:
-            self.player.load_state_dict(model.state_dict())
-        self.call("play", num_steps, **how)
+    def load(self, model):
+        """Let all players play with the weights of a model from now on."""
+        self.model.load_state_dict(model.state_dict())
 
-    def call(self, command, *arguments, **options):
-        """Have all games carry out a command. Returns the list of the workers' answers."""
-        self.busy = True
-        if self.games is not None:
-            answers = [self.games.call(command, *arguments, **options)]
+    def call(self, command, *arguments):
+        """Have the players of all ranks carry out a command. Returns the list of their answers.
+
+        Raises GameError if a game has failed, or a worker has died.
+        """
+        if self.player:
+            answers = [answer(self.player, command, arguments)]
         else:
-            answers = self.ask_workers((command, arguments, options))
-        self.busy = False
+            answers = self.ask_workers((command, arguments))
+        answers = sum(gathered_objects(answers), [])
+        for failure in answers:
+            if isinstance(failure, GameError):
+                raise failure
         return answers
 
     def ask_workers(self, message):
@@ -2536,81 +1774,50 @@ class WorkerPool:
         answers = []
         for i, (pipe, process) in enumerate(self.workers):
             try:
-                answer = pipe.recv()
+                answers.append(pipe.recv())
             except (EOFError, OSError):
                 process.join()
-                games = f"games {self.rows[i][0]} to {self.rows[i][-1]}"
-                line = f"worker {i} with {games} died with exit code {process.exitcode}"
-                raise GameError(line) from None
-            if isinstance(answer, GameError):
-                raise answer
-            answers.append(answer)
+                answers.append(GameError(f"worker {i} died with exit code {process.exitcode}"))
         return answers
 
     def close(self):
-        """Close the games and end the processes, after 30 seconds (Ctrl-C: 5) busy ones too."""
-        if self.games is not None:
-            self.games.call("close")
-            return
-        patience = 5 if sys.exc_info()[0] is KeyboardInterrupt else 30
-        end = time.monotonic() + patience
-        # At the block's end, whatever happens, all processes that are left are killed.
-        with ExitStack() as stack:
-            for pipe, process in self.workers:
-                stack.callback(process.join)
-                stack.callback(process.kill)
-                with suppress(OSError):
-                    pipe.send(("close", (), {}))
-            for _, process in self.workers:
-                process.join(max(0, end - time.monotonic()))
-            if any(process.is_alive() for _, process in self.workers):
-                report("killed: workers with busy games")
+        """End the processes: idle ones close their games, busy ones are killed after 10 seconds."""
+        if self.player:
+            self.player.close()
+        for pipe, _ in self.workers:
+            pipe.close()
+        end = time.monotonic() + 10
+        for _, process in self.workers:
+            process.join(max(0, end - time.monotonic()))
+            process.kill()
+            process.join()
 
 
-def shared_memory(context, names):
-    """Return {name: (shape, type, memory)} for arrays {name: (shape, type)}."""
-    shared = {}
-    for name, (shape, dtype) in names.items():
-        # All arrays have multiples of 64 bytes, and are aligned alike: rounding may depend on it.
-        size = math.prod(shape) * np.dtype(dtype).itemsize // 64 * 64 + 64
-        shared[name] = (shape, dtype, context.RawArray("b", size))
-    return shared
+def answer(player, command, arguments):
+    """Return a player's answer to a command, or the GameError that it fails with."""
+    try:
+        return getattr(player, command)(*arguments)
+    except GameError as error:
+        return error
+    except Exception as error:
+        return GameError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
-def as_arrays(shared):
-    """Return {name: array} over shared memory."""
-    return {name: np.ndarray(*array) for name, array in shared.items()}
-
-
-def work(pipe, make_games, rows, shared):
-    """Be a worker: make its games, have them carry out one command after the other, close them."""
+def work(pipe, seed, make_player, model, index, count):
+    """Be a worker: make a player, and have it carry out one command after the other."""
     # Both signals are the main process's to handle. SIGTERM is not ignored by SIG_IGN, which
     # programs that a game starts would inherit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)
     # A worker has one core, and torch's threads do not survive a fork.
     torch.set_num_threads(1)
+    seed_generators(seed + index)
 
     parent = multiprocessing.parent_process().sentinel
-    games = None
-    command = None
-    try:
-        games = make_games(rows, *[as_arrays(memory) for memory in shared])
-        while command != "close" and pipe in multiprocessing.connection.wait([pipe, parent]):
-            command, arguments, options = pipe.recv()
-            pipe.send(games.call(command, *arguments, **options))
-    # SystemExit and KeyboardInterrupt, too, would end the process without a message.
-    except BaseException as error:
-        if not isinstance(error, GameError):
-            what = f"a worker failed: {one_line(error)}"
-            error = GameError(f"{what}\n{traceback.format_exc()}")
-        with suppress(OSError):
-            # The parent may be gone.
-            pipe.send(error)
-    if games is not None and command != "close":
-        with suppress(Exception):
-            # A game may fail in this, too.
-            games.call("close")
+    with closing(make_player(model, index, count)) as player, suppress(EOFError, OSError):
+        # The pool has closed its end of the pipe, or the main process has died: both end this.
+        while pipe in multiprocessing.connection.wait([pipe, parent]):
+            pipe.send(answer(player, *pipe.recv()))
 
 
 # ------------------------------------------------------------------------------------ ranks
@@ -2637,17 +1844,6 @@ def own_rows(mb):
     return {name: column[RANK::NUM_RANKS] for name, column in mb.items()}
 
 
-def gathered(buffer):
-    """Return a buffer, tensors (T, N, ...), with the games of all ranks side by side."""
-    if NUM_RANKS == 1:
-        return buffer
-    parts = gathered_objects({name: column.cpu() for name, column in buffer.items()})
-    whole = {}
-    for name, column in buffer.items():
-        whole[name] = torch.cat([part[name] for part in parts], dim=1).to(column.device)
-    return whole
-
-
 def gathered_objects(value):
     """Return the list of the ranks' values."""
     values = [value] * NUM_RANKS
@@ -2655,7 +1851,7 @@ def gathered_objects(value):
         try:
             dist.all_gather_object(values, value)
         except RuntimeError as error:
-            raise GameError(f"rank {RANK} has lost another one: {one_line(error)}") from None
+            raise GameError(f"rank {RANK} has lost another one: {error}") from None
     return values
 
 
@@ -2678,29 +1874,23 @@ def average_gradients(model):
 
 
 # ------------------------------------------------------------------------------------ run folder
-COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0}
-COUNTERS |= {"sim_seconds": 0.0, "sim_cost": 0.0, "total_cost": 0.0}
-CHARTS = ["episodic_return", "episodic_length", "eval_return", "eval_cut", "learning_rate"]
-CHARTS += ["check_return", "level"]
+COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "failures": 0}
+CHARTS = ["episodic_return", "episodic_length", "eval_return", "learning_rate"]
+CHARTS += ["check_return", "level", "seconds", "failures"]
 LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"]
 # TensorBoard shows these under CleanRL's names, where it has them. Any other number has its own
 # name. Ours are means, of an iteration's minibatches and of the last 100 episodes. CleanRL's are
-# not, so curves may differ in level.
+# not, so curves may differ in level. `seconds` is the run's clock, see `Costs`.
 TAGS = {"sps": "charts/SPS"}
 TAGS |= {name: f"charts/{name}" for name in CHARTS}
 TAGS |= {name: f"losses/{name}" for name in LOSSES}
-TAGS |= {"baseline_return": "charts/baseline_return"}
-TAGS |= {"sim_cost": "costs/sim_cost", "total_cost": "costs/total_cost"}
-# After so many iterations measured costs of levels are corrected by what was simulated since.
-CORRECTED_AFTER = [10, 30, 100, 300, 1000]
-SHOWN = ["level", "sps", "episodic_return", "check_return", "eval_return", "baseline_return"]
-SHOWN += ["eval_cut", "failures"]
+SHOWN = ["level", "sps", "episodic_return", "check_return", "eval_return"]  # in the status line
 
 
 class Run(AbstractContextManager):
     """The life of a training run: it opens, counts, stops when asked to, saves and closes.
 
-    `pool` has the games, `run_dir` is the folder, `history` the list of all logged rows, `counters`
+    `sims` has the games, `run_dir` is the folder, `history` the list of all logged rows, `counters`
     say what is complete, and `signal` is the number of the signal that stopped the run, or None.
     The `rule` chooses the levels. The run's result is `rule.best`, or the last parameters.
     """
@@ -2711,122 +1901,50 @@ class Run(AbstractContextManager):
         self.optimizer = optimizer
         self.generator = generator
         self.rule = rule
-        self.result = copy.deepcopy(model)  # what evaluations play
-        self.evaluated = None  # the last evaluation
-        self.evaluated_best = None  # the rule's best parameters at that time
-
         self.run_dir = Path(args.resume or run_path(args))
         self.counters = dict(COUNTERS)
         self.recent = []  # (return, length) of the last 100 episodes
-        self.num_starts = 0  # how often games have started, which their seeds depend on
+        self.history = []
         self.signal = None
-        self.saved = None  # the iteration of the last checkpoint
-        self.began = None  # when the current iteration began
         self.asked = None  # when a signal asked the run to stop
-        self.corrects_costs = False  # whether they were measured, for --schedule adaptive
-        # What this rank's games have simulated so far, by level. A partner simulates one level
-        # below, but its seconds count with those of its pair.
-        self.simulated_seconds = np.zeros(len(args.levels))
-        self.simulated_steps = np.zeros(len(args.levels))
-        self.baseline_return = None  # the mean return of --baseline
-        self.pool = None  # the games of training
-        self.check_pool = None  # those of checks, on the finest level
-        self.eval_pool = None  # those of evaluations
-        self.pools = []  # all pools that are open
-        self.saved_games = None  # those of a run that is resumed
-        self.logger = Logger(self.run_dir, args)
+        self.began = None  # when the current iteration began
+        self.length = None  # of the run, in seconds of its clock
+        self.evaluated = None  # the rule's best parameters at the last evaluation, and its return
         # The stack closes what is open if this block fails.
         with ExitStack() as self.stack:
             self.open()
             self.stack = self.stack.pop_all()
+
+    def open(self):
+        """Make the games, catch signals and open the files."""
+        if NUM_RANKS > 1:
+            dist.init_process_group("gloo", timeout=datetime.timedelta(days=1))
+            self.stack.callback(dist.destroy_process_group)
+        self.sims = self.stack.enter_context(closing(Simulations(self.args, self.model)))
+        if self.args.resume:
+            self.restore()
+        # A library of the games may catch signals itself, so this comes after them.
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(signum, self.stop)
+            self.stack.callback(signal.signal, signum, before)
+        if RANK == 0:
+            logger = Logger(self.run_dir, self.args, self.history)
+            self.logger = self.stack.enter_context(closing(logger))
 
     @property
     def iteration(self):
         """How many iterations are complete."""
         return self.counters["iteration"]
 
-    @property
-    def history(self):
-        """The list of all logged rows, dicts."""
-        return self.logger.history
+    def seconds(self):
+        """Return how long the run is on its clock."""
+        return self.sims.costs.total
 
     def share_done(self):
-        """Return which share of the run's length is complete, in the first unit that is given."""
-        for option, counter in LENGTHS.items():
-            length = getattr(self.args, option)
-            if length:
-                return min(1.0, self.counters[counter] / length)
-        raise ValueError("a run needs a length")
-
-    def open(self):
-        """Catch signals, restore a run that is resumed, make the games and open the files."""
-        if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                before = signal.signal(signum, self.stop)
-                self.stack.callback(signal.signal, signum, before)
-
-        args = self.args
-        if args.resume:
-            self.saved_games = self.restore()
-        if NUM_RANKS > 1:
-            backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
-            self.stack.callback(dist.destroy_process_group)
-
-        self.set_costs_and_length()
-        if not args.resume:
-            for hint in hints_of_start(args, self.model):
-                report(hint)
-        if RANK == 0 and args.baseline and args.eval_every:
-            self.baseline_return = float(baseline_returns(args).mean())
-        if args.resume and self.share_done() >= 1:
-            report("run complete; longer: --total-cost (or --hours, --num-iterations)")
-        if args.schedule == "adaptive":
-            self.check_pool = self.opened(make_check_pool(args, self.model))
-        if RANK == 0 and args.eval_every:
-            pictures = {"render_mode": "rgb_array"} if args.env in CASES else {}
-            self.eval_pool = self.opened(make_eval_pool(args, self.result, **pictures))
-
-        # The games of training are made last, since each pool seeds this process's generators.
-        seeds = game_seeds(args, self.num_starts)
-        self.pool = self.opened(make_pool(args, self.model, seeds, args.num_workers))
-        if RANK == 0:
-            self.logger.open(self.stack, self.counters["global_step"] + 1)
-
-    def set_costs_and_length(self):
-        """Measure what the levels cost, unless it is given, and set the length that goes by it."""
-        args = self.args
-        if args.level_costs is None:
-            self.corrects_costs = args.schedule == "adaptive" and len(args.levels) > 1
-            args.level_costs = gathered_objects(costs_of_run(args, self.model))[0]
-        if args.hours:
-            set_hours(args)
-        if not any(getattr(args, option) for option in LENGTHS):
-            args.total_cost = default_cost(args)
-
-    def opened(self, pool):
-        """Return the pool, which is closed at the run's end."""
-        self.pools.append(pool)
-        return self.stack.enter_context(closing(pool))
-
-    def start_games(self):
-        """Start the games, or take up the saved ones of a run that is resumed."""
-        if not self.args.resume:
-            self.pool.call("start")
-            return
-        if self.saved_games is None:
-            self.pool.call("start")
-            report("all games start new episodes: the interrupted ones were not saved")
-            return
-
-        arrays, states = self.saved_games
-        # The saved games may be large.
-        self.saved_games = None
-        for name, array in arrays.items():
-            self.pool.arrays[name][:] = array
-        problems = sum(self.pool.call("start", states), [])
-        if problems:
-            report(f"{len(problems)} of {len(states)} games start new episodes: {problems[0]}")
+        """Return which share of the run's length is complete."""
+        if self.args.num_iterations:
+            return self.iteration / self.args.num_iterations
+        return self.seconds() / self.length
 
     def stop(self, signum, _):
         """Note a signal. A repeat within a second is ignored, a Ctrl-C after that stops at once."""
@@ -2834,332 +1952,170 @@ class Run(AbstractContextManager):
             self.signal = signum
             self.asked = time.monotonic()
             report("stopping after this iteration; Ctrl-C once more to stop now")
-        elif signum == signal.SIGINT and NUM_RANKS == 1 and time.monotonic() > self.asked + 1:
-            report("stopped at once; iterations since the last checkpoint may be lost")
+        elif signum == signal.SIGINT and time.monotonic() > self.asked + 1:
+            report("stopped at once; iterations since the last checkpoint are lost")
             raise KeyboardInterrupt
 
     def begin(self):
-        """Start the games. In a new run the rule begins, too, and there are hints on scales."""
+        """Start the games. In a new run measure what levels cost first, and let the rule begin."""
+        args = self.args
+        self.began = time.perf_counter()
+        if not self.history and not args.level_costs:
+            self.sims.measure_costs(self.model)
+        self.length = run_length(args, self.sims.costs)
         self.start_games()
-        for row in self.logger.take_unfinished():
-            self.log(row)
-        agreed = max(gathered_objects(self.signal or 0))
-        if self.history or agreed:
+        if self.history:
             return
-
-        for hint in hints_of_scale(self.args, obs=self.pool.arrays["obs"]):
-            report(hint)
-        began = time.perf_counter()
+        if not args.num_iterations:
+            report(f"the run takes {self.length / 3600:.3g} hours of simulation and updates")
         row = self.rule.begin(self)
-        self.counters["wall_seconds"] += time.perf_counter() - began
-        if row or self.args.eval_every:
-            row |= self.counters
+        if row or args.eval_every:
             self.log(row)
-        first = row.get("check_return", row.get("eval_return"))
-        returns = [] if first is None else [first]
-        for hint in hints_of_scale(self.args, returns=returns):
-            report(hint)
-        for hint in hints_of_failed_reward(self.args, returns):
-            report(hint)
-        if self.share_done() >= 1:
-            report("nothing learned: the first check takes --total-cost")
+
+    def start_games(self):
+        """Start new episodes in all games of training. Their seeds depend on the iteration."""
+        L = len(self.args.levels)
+        N = self.args.num_envs
+        seeds = draw_seeds(L * N, self.args.seed, self.iteration).reshape(L, N)
+        for level in range(L):
+            self.sims.start(level, seeds[level])
 
     def goes_on(self):
         """Whether another iteration is due: the run is not complete, and no rank is to stop.
 
-        The ranks tell each other of signals here, and the clock of the iteration starts.
+        A signal that one rank has received stops all ranks.
         """
-        self.began = time.perf_counter()
-        # A signal that one rank has received stops all ranks.
         agreed = max(gathered_objects(self.signal or 0))
         self.signal = agreed or self.signal
         return self.share_done() < 1 and not agreed
 
-    def finish(self):
-        """Save the last iteration, unless a checkpoint has it."""
-        if self.saved != self.iteration:
-            self.save()
-
-    def seconds(self):
-        """Return how long the run is on its clock: simulation and updates, at --level-costs."""
-        return self.counters["total_cost"] * costs_of(self.args).unit
-
-    def charge(self, pool, side_by_side=False):
-        """Count what the games of a pool, on all ranks, have simulated since the last time.
-
-        `side_by_side` says that no game went on to other work before the last one had ended. Then
-        each is charged with the steps of the longest.
-        """
-        steps = pool.arrays["steps"]
-        seconds = pool.arrays["seconds"]
-        self.simulated_steps += self.by_level(pool, steps)
-        self.simulated_seconds += self.by_level(pool, seconds)
-
-        charged = steps
-        if side_by_side:
-            longest = np.max(gathered_objects(steps.max(axis=-1, keepdims=True)), axis=0)
-            charged = np.broadcast_to(longest, steps.shape)
-        costs = costs_of(self.args)
-        cost = self.by_level(pool, charged) @ costs.steps / costs.unit
-
-        sim_seconds, cost = np.sum(gathered_objects([seconds.sum(), cost]), axis=0).tolist()
-        self.counters["sim_seconds"] += sim_seconds
-        self.counters["sim_cost"] += cost
-        self.counters["total_cost"] += cost
-        steps[:] = 0
-        seconds[:] = 0
-
-    def count_iteration(self, num_rows):
-        """Count an iteration and its rows, and charge its update by their number."""
-        costs = costs_of(self.args)
-        rows_on_the_coarsest = self.args.num_envs * self.args.num_steps[0]
+    def count_iteration(self, num_steps, failed):
+        """Count an iteration, its steps, and those that have failed in it."""
         self.counters["iteration"] += 1
-        self.counters["global_step"] += num_rows
-        self.counters["total_cost"] += num_rows / rows_on_the_coarsest * costs.update / costs.unit
+        self.counters["global_step"] += num_steps
+        self.counters["failures"] += int(failed.sum())
 
-    def by_level(self, pool, array):
-        """Return the sums (L,) of an array of a pool's games, by the level that they simulate."""
-        sums = np.zeros(len(self.args.levels))
-        # A check's games, (E,), are of the finest level.
-        if pool is not self.pool:
-            sums[-1] = array.sum()
-            return sums
-        sums += array[OWN].sum(axis=-1)
-        # A partner plays one level below.
-        sums[:-1] += array[PARTNER, 1:].sum(axis=-1)
-        return sums
-
-    def correct_costs(self):
-        """Correct measured costs by what all ranks have simulated so far; return what is logged.
-
-        The finest level's own cost stays what it was, since the run's length is counted in its
-        steps. So do the cost of an update and that of a level that was not simulated.
-        """
-        seconds = np.sum(gathered_objects(self.simulated_seconds), axis=0)
-        steps = np.sum(gathered_objects(self.simulated_steps), axis=0)
-        corrected = list(self.args.level_costs)
-        # There was a check, so the finest level has steps.
-        finest = seconds[-1] / steps[-1]
-        for level in np.flatnonzero(steps[:-1]):
-            ratio = float(seconds[level] / steps[level] / finest)
-            corrected[level] = ratio * costs_of(self.args).unit
-        # The rule goes by these from now on.
-        self.args.level_costs = corrected
-        logged = {}
-        for number, cost in zip(self.args.levels, corrected):
-            logged[f"levels/step_seconds_{number}"] = cost
-        return logged
-
-    def check(self):
-        """Play the episodes of a check, and charge them. Returns their returns, (E,)."""
-        with kept_generators():
-            ranks = gathered_objects(evaluate(self.model, self.check_pool))
-        returns = np.concatenate([returns for returns, _ in ranks])
-        cut = sum(cut for _, cut in ranks)
-        self.charge(self.check_pool, side_by_side=True)
-        if not np.isfinite(returns).all():
-            raise GameError(f"NaN or infinity in returns of a check, level {self.args.levels[-1]}")
-        if cut:
-            report(f"check: {cut} episodes cut off at {EVAL_STEPS:,} steps: do they ever end?")
-        return torch.from_numpy(returns)
-
-    def end_iteration(self, row, episodes, steps):
-        """Log an iteration's row and its episodes, {level index: [(return, length)]}; save."""
-        seconds = time.perf_counter() - self.began
-        self.counters["wall_seconds"] += seconds
+    def end_iteration(self, row, episodes):
+        """Log an iteration's row and its episodes; save at times."""
         if self.history and self.history[-1].get("level") != row.get("level"):
             # The recent episodes are of another level.
             self.recent = []
-        for level, ended in episodes.items():
-            if ended:
-                name = f"levels/return_{self.args.levels[level]}"
-                row[name] = np.mean([episode_return for episode_return, _ in ended])
-
-        if self.corrects_costs and self.iteration in CORRECTED_AFTER:
-            row |= self.correct_costs()
-        self.recent = (self.recent + episodes[max(episodes)])[-100:]  # the finest level's
-        mean_return, mean_length = np.mean(self.recent or [(math.nan, math.nan)], axis=0).tolist()
-        row |= self.counters
-        row |= {"episodic_return": mean_return, "episodic_length": mean_length}
-        row["sps"] = round(steps / seconds)
-        if self.iteration == 1 and len(episodes) > 1 and not self.args.quiet:
-            if not self.pool.arrays["ended"][OWN].all():  # at the last step
-                report("--num-steps: not whole episodes, so the sum of levels is biased")
+        self.recent = (self.recent + episodes)[-100:]
+        if self.recent:
+            mean_return, mean_length = np.mean(self.recent, axis=0).tolist()
+            row |= {"episodic_return": mean_return, "episodic_length": mean_length}
+        row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         self.log(row)
         if self.args.save_every and self.iteration % self.args.save_every == 0:
             self.save()
 
-    def count_failures(self):
-        """Count the steps that have failed in all pools and ranks; failures.txt has all of them."""
-        lines = sum(gathered_objects(taken_failures(self.pools)), [])
-        tell_failures(lines)
-        if lines and RANK == 0:
-            with (self.run_dir / "failures.txt").open("a") as file:
-                file.writelines(f"iteration {self.iteration}: {line}\n" for line in lines)
-        self.counters["failures"] = self.counters.get("failures", 0) + len(lines)
-
     def log(self, row):
         """Evaluate if it is due, and write the row."""
-        self.history.append(row)
         every = self.args.eval_every
-        evaluation_is_due = every and (self.iteration % every == 0 or self.share_done() >= 1)
-        if RANK == 0 and evaluation_is_due:
-            # If it stays NaN, --resume evaluates again.
-            row["eval_return"] = math.nan
-            self.evaluate(row)
-        if self.args.failed_reward is not None:
-            self.count_failures()
-            row["failures"] = self.counters["failures"]
+        if every and (self.iteration % every == 0 or self.share_done() >= 1):
+            row["eval_return"] = self.evaluate()
+        now = time.perf_counter()
+        self.counters["wall_seconds"] += now - self.began
+        steps_before = self.history[-1]["global_step"] if self.history else 0
+        row["sps"] = round((self.counters["global_step"] - steps_before) / (now - self.began))
+        self.began = now
+        row |= self.counters | {"seconds": self.seconds()}
+        self.history.append(row)
         if RANK == 0:
             self.logger.write(row, self.share_done())
 
-    def evaluate(self, row):
-        """Add an evaluation of the run's result to the row, unless a signal cuts it short."""
+    def evaluate(self):
+        """Return the mean return of the run's result in an evaluation, which is not charged."""
         best = self.rule.best
-        unchanged = best is not None and best is self.evaluated_best
-        if not unchanged:
-            self.evaluated_best = best
-            self.result.load_state_dict(best or self.model.state_dict())
-            with kept_generators():
-                self.evaluated = evaluate(self.result, self.eval_pool, run=self)
-        if not self.signal:
-            returns, cut = self.evaluated
-            row["eval_return"] = float(returns.mean())
-            if cut:
-                row["eval_cut"] = cut
-        if self.baseline_return is not None:
-            row["baseline_return"] = self.baseline_return
-        picture = self.eval_pool.call("picture")[0]
-        if picture is not None:
-            events = self.logger.events
-            events.add_image("eval/end", picture, row["global_step"], dataformats="HWC")
+        if best is None or self.evaluated is None or self.evaluated[0] is not best:
+            total = self.seconds()
+            result = copy.deepcopy(self.model)
+            result.load_state_dict(best or self.model.state_dict())
+            self.evaluated = (best, float(evaluate(result, self.sims).mean()))
+            self.sims.costs.total = total
+        return self.evaluated[1]
 
-    def save(self, with_games=True):
-        """Write the checkpoint; all ranks call this."""
-        games = self.games_to_save() if with_games else None
-        if RANK == 0:
-            # A checkpoint must not be ahead of TensorBoard's file.
-            self.logger.flush()
-            Checkpoint(self.run_dir).save(self.state(), games)
-        self.saved = self.iteration
-        if with_games:
-            # Barrier: no rank may exit before rank 0 has saved, or torchrun would kill it.
-            gathered_objects(None)
+    def save(self):
+        """Write the checkpoint. If this fails, by a full disk say, the old file stays."""
+        if RANK > 0:
+            return
+        # A checkpoint must not be ahead of TensorBoard's file.
+        self.logger.events.flush()
+        file = io.BytesIO()
+        torch.save(self.state(), file)
+        write_file(self.run_dir / "checkpoint.pt", file.getvalue())
 
     def state(self):
-        """Return all that a resumed run needs but for the games: tensors and plain values."""
+        """Return all that a resumed run needs: tensors and plain values."""
+        rule = {name: value for name, value in vars(self.rule).items() if name != "args"}
         return {
             "model": self.rule.best or self.model.state_dict(),  # the result, which --eval plays
             "current": self.model.state_dict(),
-            "rule": self.rule.state(),
+            "rule": rule,
+            "costs": vars(self.sims.costs),
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
             "counters": self.counters,
-            "starts": self.num_starts,
-            "corrects_costs": self.corrects_costs,
-            "simulated_seconds": self.simulated_seconds.tolist(),
-            "simulated_steps": self.simulated_steps.tolist(),
-            "level_costs": self.args.level_costs,
-            "history": json.loads(json.dumps(self.history, default=float)),  # plain numbers
+            "history": self.history,
             "recent": self.recent,
         }
 
     def restore(self):
-        """Take over what the checkpoint has. Returns (arrays, states) of the games, or None."""
-        state, games = Checkpoint(self.run_dir).load()
+        """Go on from the checkpoint. The games start new episodes."""
+        state = read_checkpoint(self.run_dir)
         self.model.load_state_dict(state["current"])
-        self.rule.restore(state["rule"])
+        vars(self.rule).update(state["rule"])
+        vars(self.sims.costs).update(state["costs"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.counters = state["counters"]
-        self.num_starts = state["starts"] + 1
-        self.corrects_costs = state["corrects_costs"]
-        self.simulated_seconds = np.array(state["simulated_seconds"])
-        self.simulated_steps = np.array(state["simulated_steps"])
-        self.args.level_costs = state["level_costs"]
+        self.history = state["history"]
         self.recent = state["recent"]
-        self.logger.restore(state["history"])
-        self.saved = self.iteration
-        return games
 
-    def games_to_save(self):
-        """Return (arrays, states) of every rank's games."""
-        states = sum(self.pool.call("get_state"), [])
-        return gathered_objects((self.pool.arrays, states))
-
-    def take_back_unlogged_iteration(self):
-        """Do not count an iteration that is not logged, since the check after it has failed.
-
-        A resumed run does another one with its number. What it has learned stays.
-        """
-        if self.history and self.history[-1]["iteration"] < self.iteration:
-            self.counters["iteration"] -= 1
-
-    def __exit__(self, kind, _, trace):
-        """Close everything. First save if `train` is done, or if its failure allows it."""
+    def __exit__(self, kind, *_):
+        """Close everything. First save if `train` is done, a game has failed, or nobody reads."""
         with self.stack:
-            # After a second Ctrl-C the state is whole if games were at work: no update had begun.
-            in_games = kind is KeyboardInterrupt and any(pool.busy for pool in self.pools)
-            unsaved = self.saved != self.iteration
-            state_is_whole = kind is None or in_games
-            failed_outside = kind in (GameError, BrokenPipeError)
-            if failed_outside or (unsaved and state_is_whole):
-                if kind:
-                    self.take_back_unlogged_iteration()
-                nobody_reads_the_status = kind is BrokenPipeError and NUM_RANKS == 1
-                self.save(with_games=kind is None or nobody_reads_the_status)
+            if kind in (None, GameError, BrokenPipeError):
+                self.save()
+            if kind is None:
+                # Barrier: no rank may exit before rank 0 has saved, or torchrun would kill it.
+                gathered_objects(None)
+
+
+def run_length(args, costs):
+    """Return how long a run is, in seconds of its clock: --hours, or steps of the finest level."""
+    if args.hours:
+        return 3600 * args.hours
+    finest = len(args.levels) - 1
+    rows = args.num_envs * args.num_steps[finest]
+    return (args.finest_steps or 100 * rows) * costs.step(finest)
 
 
 class Logger:
-    """Writes a run's rows to progress.csv, TensorBoard and the terminal, and keeps them."""
+    """Writes a run's rows to progress.csv, TensorBoard and the terminal."""
 
-    def __init__(self, run_dir, args):
-        self.run_dir = run_dir
-        self.args = args
-        self.history = []
-        self.columns = list(COUNTERS | TAGS)  # progress.csv has these, and one for any new key
-        self.unfinished = []
-
-    def take_unfinished(self):
-        """Return the rows whose evaluation a stop had cut short. They are to be logged again."""
-        rows = self.unfinished
-        self.unfinished = []
-        return rows
-
-    def restore(self, history):
-        """Take over the rows of a run that is resumed."""
-        self.history = history
-        if history and math.isnan(history[-1].get("eval_return", 0)):
-            self.unfinished = [history.pop()]
-
-    def open(self, stack, first_step):
-        """Write config.json, open progress.csv and TensorBoard's file; the stack closes them."""
+    def __init__(self, run_dir, args, history):
         # TensorBoard is slow to import, and only training needs it.
         from torch.utils.tensorboard import SummaryWriter
 
-        self.run_dir.mkdir(parents=True, exist_ok=bool(self.args.resume))
-        options = write_config(self.run_dir, self.args)
-        file = (self.run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line
-        self.file = stack.enter_context(file)
+        self.run_dir = run_dir
+        self.args = args
+        self.history = history
+        self.columns = list(COUNTERS | TAGS)  # progress.csv has these, and one for any new key
+        run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+        write_config(run_dir, args)
+        self.file = (run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line
         self.rewrite()
-
         # TensorBoard drops what a stopped run had logged beyond its last checkpoint.
-        purge_step = first_step - len(self.unfinished)
-        self.events = SummaryWriter(str(self.run_dir), purge_step=purge_step)
-        stack.callback(self.events.close)
-        self.events.file_writer.add_summary(hparams_summary(options))
-        if not self.args.quiet:
-            stack.callback(print, f"run folder: {self.run_dir}")
+        steps = history[-1]["global_step"] if history else 0
+        self.events = SummaryWriter(str(run_dir), purge_step=steps + 1)
 
     def write(self, row, share_done):
         """Write the newest row of the history, logged when that share of the run is complete."""
-        new = [name for name in row if name not in self.columns]
-        if new:
-            self.columns += new
-            self.rewrite()
-        else:
+        if set(row) <= set(self.columns):
             self.csv.writerow(row)
-
+        else:
+            self.rewrite()
         for name, value in row.items():
             known_by_step = name in COUNTERS and name not in TAGS
             if not known_by_step and math.isfinite(value):
@@ -3179,67 +2135,21 @@ class Logger:
 
     def status(self, row, share_done):
         """Return the status line of a row."""
-        done = row["iteration"]
-        total = self.args.num_iterations
-        line = f"update {done}/{total}" if total else f"update {done}  {share_done:.0%}"
-        line += f"  steps {row['global_step']:,}"
+        line = f"update {row['iteration']} ({share_done:.0%})  steps {row['global_step']:,}"
         for name in SHOWN:
             if name in row:
                 line += f"  {name} {row[name]:,.6g}"
-        # A run without a fixed number of iterations may begin with short ones, which say little
-        # about the rest.
-        if done and (total or share_done > 0.1):
+        if share_done > 0.01:
             left = row["wall_seconds"] * max(0, 1 / share_done - 1)
-            line += f"  ETA {datetime.timedelta(seconds=round(min(left, 1e9)))}"
+            line += f"  ETA {datetime.timedelta(seconds=round(left))}"
         return line
 
-    def flush(self):
-        """Write what TensorBoard's writer holds back."""
-        self.events.flush()
-
-
-# An older version of this script, whose runs cannot be resumed, has no such entry in a checkpoint.
-NEWEST_ENTRY = "simulated_steps"
-
-
-class Checkpoint:
-    """The file checkpoint.pt of a run's folder: tensors, plain values, and games as bytes.
-
-    The games are pickled. Only --resume unpickles them, so --eval runs no code from the file.
-    """
-
-    def __init__(self, run_dir):
-        self.path = Path(run_dir) / "checkpoint.pt"
-
-    def save(self, state, games):
-        """Write a run's state. `games` holds (arrays, states) of every rank's games, or is None."""
-        if games is not None:
-            games = torch.frombuffer(bytearray(pickle.dumps(games)), dtype=torch.uint8)
-        file = io.BytesIO()
-        torch.save(state | {"games": games}, file)
-        write_file(self.path, file.getvalue())
-
-    def read(self):
-        """Return a run's state, its games as bytes; ValueError if its weights are not finite."""
-        state = torch.load(self.path, map_location="cpu", weights_only=True)
-        if not all(weights.isfinite().all() for weights in state["model"].values()):
-            raise ValueError(f"{self.path} has NaN or infinity among its weights")
-        return state
-
-    def load(self):
-        """Return a run's state, and (arrays, states) of this rank's games.
-
-        The second is None if a game had failed, if the run had another number of ranks, or if
-        packages have changed so that the games cannot be unpickled.
-        """
-        state = self.read()
-        try:
-            ranks = pickle.loads(state["games"].numpy().tobytes())
-        except Exception:
-            # What is unpickled may raise anything.
-            return state, None
-        games = ranks[RANK] if len(ranks) == NUM_RANKS else None
-        return state, games
+    def close(self):
+        """Close the files, and say where they are."""
+        self.file.close()
+        self.events.close()
+        if not self.args.quiet:
+            print(f"run folder: {self.run_dir}")
 
 
 def run_path(args):
@@ -3250,31 +2160,14 @@ def run_path(args):
     return Path(args.log_dir) / re.sub(r"[^\w.=,+-]+", "_", name)
 
 
+# These options are not kept in config.json.
+NOT_KEPT = ["resume", "eval", "analyse", "quiet"]
+
+
 def write_config(run_dir, args):
-    """Write config.json: options, command, versions, folder. Returns the options that it keeps."""
+    """Write config.json: the options. They are the defaults when the run is resumed."""
     options = {name: value for name, value in vars(args).items() if name not in NOT_KEPT}
-    here = Path(__file__).resolve().parent
-    # Where git is missing its output is empty.
-    git = subprocess.run("git rev-parse HEAD", shell=True, cwd=here, capture_output=True, text=True)
-    versions = {module.__name__: module.__version__ for module in (torch, gym, np)}
-    versions["python"] = sys.version.split()[0]
-    versions["git_commit"] = git.stdout.strip() or None
-    config = {"options": options, "command": sys.argv, "versions": versions}
-    config["folder"] = os.getcwd()
-    write_file(run_dir / "config.json", json.dumps(config, indent=2).encode())
-    return options
-
-
-def hparams_summary(options):
-    """Return TensorBoard's table of the options. SummaryWriter.add_hparams would make a new run."""
-    from torch.utils.tensorboard import summary
-
-    plain = {}
-    for name, value in options.items():
-        # A flag is an int, too, so `isinstance` would take it for a number.
-        is_number = type(value) in (int, float)
-        plain[name] = value if is_number else str(value)
-    return summary.hparams(plain, {})[1]
+    write_file(run_dir / "config.json", json.dumps(options, indent=2).encode())
 
 
 def write_file(path, content):
@@ -3286,226 +2179,43 @@ def write_file(path, content):
     os.replace(file.name, path)
 
 
+def read_checkpoint(run_dir):
+    """Return a run's state: tensors and plain values, so that no code of the file is run."""
+    return torch.load(Path(run_dir) / "checkpoint.pt", map_location="cpu", weights_only=True)
+
+
 # ------------------------------------------------------------------------------------ evaluation
 EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every run
 CHECK_SEED = 20_000  # checks have seeds of their own, too
-EVAL_STEPS = 10_000  # an evaluation takes no more steps, so that it always ends
-EVAL_CHUNK = 50  # steps between two looks at whether the run was asked to stop
+MOST_STEPS = 10_000  # an episode takes no more steps, where whole episodes are played
 
 
-def make_eval_pool(args, model, episodes=None, **options):
-    """Return the pool of evaluation games, with arrays (E, ...)."""
-    seeds = EVAL_SEED + np.arange(episodes or args.eval_episodes)
-    # A film is made in this process.
-    workers = 0 if episodes else args.num_workers
-    return one_level_pool(args, model, seeds, workers, args.eval_level, evaluation=True, **options)
+def evaluate(model, sims):
+    """Play the episodes of an evaluation with the policy's mode. Returns their returns, (E,)."""
+    seeds = EVAL_SEED + np.arange(sims.args.eval_episodes)
+    (returns,), _ = sims.play_episodes(model, ["evaluation"], seeds)
+    return returns
 
 
-def make_check_pool(args, model):
-    """Return the pool of this rank's games of a check, on the finest level; arrays (E, ...)."""
-    seeds = CHECK_SEED + np.array_split(np.arange(args.check_episodes), NUM_RANKS)[RANK]
-    finest = args.levels[-1]
-    return one_level_pool(args, model, seeds, args.num_workers, finest, validation=True)
-
-
-def one_level_pool(args, model, seeds, num_workers, number, **options):
-    """Return the pool of one game per seed on the level of a number, with arrays (E, ...)."""
-    seeds = np.stack([seeds, seeds])[:, np.newaxis]  # (2, 1, E): there are no partners
-    options |= {"levels": [number], "num_steps": EVAL_CHUNK}
-    pool = make_pool(args, model, seeds, num_workers, **options)
-    pool.arrays = view(pool.arrays, OWN, 0)
-    return pool
-
-
-def evaluate(model, pool, generator=None, run=None):
-    """Play an episode in every game with the policy's mode, or with samples from a generator.
-
-    Returns the returns (E,), and how many episodes were cut off: after EVAL_STEPS, or because the
-    `run` was asked to stop.
-    """
-    arrays = pool.arrays
-    sample = generator is not None
-    pool.call("seed", EVAL_SEED)
-    pool.call("start")
-    for done in range(0, EVAL_STEPS, EVAL_CHUNK):
-        if run is not None and run.signal:
-            break
-        if sample:
-            noise = model.head.noise(EVAL_CHUNK * len(arrays["obs"]), generator)
-            pool.buffer["noise"][:] = noise.view(pool.buffer["noise"].shape)
-        num_steps = min(EVAL_CHUNK, EVAL_STEPS - done)
-        pool.play(model, num_steps, sample=sample, until_finished=True)
-        if arrays["finished"].all():
-            break
-
-    return first_returns(arrays), int((~arrays["finished"]).sum())
-
-
-def taken_failures(pools):
-    """Return a line for each step of the pools' games that has failed since the last time."""
-    lines = []
-    for pool in pools:
-        lines += sum(pool.call("take_failures"), [])
-    return lines
-
-
-def tell_failures(lines, most=3):
-    """Report failed steps: the first ones, and how many more there are."""
-    for line in lines[:most]:
-        report(line)
-    if len(lines) > most:
-        report(f"and {len(lines) - most:,} more failed steps")
-
-
-def first_returns(arrays):
-    """Return the returns of the games' first episodes since their start, so far if cut off."""
-    return np.where(arrays["finished"], arrays["first_return"], arrays["episode_return"])
+def load_model(args):
+    """Return the policy of --eval, or a new one."""
+    seed_generators(args.seed)
+    model = make_model(args)
+    if args.eval:
+        model.load_state_dict(read_checkpoint(args.eval)["model"])
+    return model
 
 
 def evaluate_run(args):
-    """Evaluate the checkpoint of a run, as --eval says. Returns the returns, (E,)."""
-    run_dir = Path(args.eval)
-    model = make_model(args)
-    model.load_state_dict(Checkpoint(run_dir).read()["model"])
-    generator = torch.Generator().manual_seed(EVAL_SEED) if args.sample else None
-
-    with closing(make_eval_pool(args, model)) as pool:
-        returns, cut = evaluate(model, pool, generator)
-        tell_failures(taken_failures([pool]))
-        inputs = {name: pool.arrays[name][:1] for name in model.inputs if name != "starts"}
-    what = f"{len(returns)} episodes of {Path(args.env).name} level {args.eval_level}"
-    if cut:
-        what += f", {cut} cut off at {EVAL_STEPS:,} steps"
+    """Evaluate the policy of --eval on the last of --levels. Returns the returns, (E,)."""
+    model = load_model(args)
+    # Nothing is charged.
+    args.level_costs = [0.0 for _ in range(len(args.levels) + 1)]
+    with closing(Simulations(args, model)) as sims:
+        returns = evaluate(model, sims)
+    what = f"{len(returns)} episodes of {Path(args.env).name} level {args.levels[-1]}"
     print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {what}")
-
-    if args.export_onnx:
-        export_onnx(run_dir / "policy.onnx", model, inputs)
-        print(f"policy: {run_dir / 'policy.onnx'}")
-    if args.video:
-        film(run_dir / "video.mp4", args, model, generator)
-        print(f"video: {run_dir / 'video.mp4'}")
     return returns
-
-
-def film(path, args, model, generator):
-    """Write a film of one evaluation episode; GameError if the env gives no pictures for one."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        options = {"render_mode": "rgb_array", "video": f"{folder}/video"}
-        try:
-            with closing(make_eval_pool(args, model, episodes=1, **options)) as pool:
-                evaluate(model, pool, generator)
-            (found,) = Path(folder).glob("video/*.mp4")
-            os.replace(found, path)
-        except Exception as error:
-            needed = "render should return uint8 pictures (H, W, 3)"
-            line = f"argument --video: no film, see README: {needed}; {one_line(error)}"
-            raise GameError(line) from None
-
-
-class ExportedPolicy(nn.Module):
-    """The policy's mode as a function of tensors: what `torch.onnx.export` writes."""
-
-    def __init__(self, model, inputs):
-        super().__init__()
-        self.model = model
-        self.inputs = inputs
-
-    def forward(self, *tensors):
-        """Return the action as the env takes it, and with a memory its next state."""
-        action, state = self.model.policy(**dict(zip(self.inputs, tensors, strict=True)))
-        space = self.model.action_space
-        # Clip in the Box's precision, as in rollouts.
-        if isinstance(space, gym.spaces.Box):
-            action = action.to(torch.as_tensor(space.low).dtype)
-        action = to_env(action, space, torch.as_tensor)
-        return action if state is None else (action, state)
-
-
-def export_onnx(path, model, inputs):
-    """Write the policy as ONNX. Its inputs are those of `inputs`, arrays (1, ...), by their names.
-
-    They are obs, action_mask and state (zeros at an episode's start), as far as the model has them;
-    the outputs are action and next_state. The first axis of each is the batch.
-    """
-    outputs = ["action", "next_state"] if "state" in inputs else ["action"]
-    tensors = tuple(torch.from_numpy(array) for array in inputs.values())
-    policy = ExportedPolicy(model.cpu(), list(inputs))
-    with warnings.catch_warnings():
-        # The exporter warns that it has a successor.
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            policy,
-            tensors,
-            str(path),
-            input_names=list(inputs),
-            output_names=outputs,
-            dynamic_axes={name: {0: "batch"} for name in (*inputs, *outputs)},
-            dynamo=False,
-        )
-
-
-class Controller(Model):
-    """A function obs → action, the user's own, that plays in the policy's place."""
-
-    def __init__(self, obs_dim, action_space, args):
-        super().__init__(obs_dim, action_space, args)
-        # A worker loads the function itself.
-        self.name = args.baseline
-
-    def act(self, arrays, noise=None):
-        """Set the actions for what the games show. GameError if the function fails."""
-        decide = load_function(self.name)
-        # The policy counts from 0.
-        first = getattr(self.action_space, "start", 0)
-        for n, obs in enumerate(arrays["obs"]):
-            try:
-                action = np.asarray(decide(obs.copy()), dtype=float).reshape(self.head.shape)
-                if not is_usable(action):
-                    raise ValueError("NaN or over 1e15 in its action")
-                arrays["actions"][n] = action - first
-            except Exception as error:
-                # The function may raise anything.
-                raise GameError(f"argument --baseline: {one_line(error)}") from None
-
-
-def baseline_returns(args):
-    """Print and return the returns (E,) of --baseline in the episodes of an evaluation."""
-    with kept_generators():
-        controller = make_model(args, Controller)
-        with closing(make_eval_pool(args, controller)) as pool:
-            returns, cut = evaluate(controller, pool)
-            tell_failures(taken_failures([pool]))
-            outside = share_outside(controller.action_space, pool.arrays["actions"])
-    if outside > 0.5:
-        report(
-            f"baseline: {outside:.0%} of its last actions lie outside the Box and are clipped. "
-            "Does it return them in other units than the action space has?"
-        )
-    line = f"baseline: return {returns.mean():.4f} ± {returns.std():.4f}"
-    if cut:
-        line += f", {cut} episodes cut off"
-    print(line, flush=True)
-    return returns
-
-
-def share_outside(space, actions):
-    """Return the share of the entries of actions (E, ...) that are clipped to a Box, else 0."""
-    if not isinstance(space, gym.spaces.Box):
-        return 0.0
-    # No units differ by so little.
-    margin = 1e-3 * (1 + np.abs(actions))
-    outside = (actions < space.low - margin) | (actions > space.high + margin)
-    return float(outside.mean())
-
-
-def compare_with_baseline(args, returns):
-    """Play --baseline in the episodes of an evaluation with these returns, and tell the gain."""
-    gains = returns - baseline_returns(args)
-    line = f"policy minus baseline: {gains.mean():.4f}"
-    if len(gains) > 1:
-        error = gains.std(ddof=1) / len(gains) ** 0.5
-        line += f" ± {error:.4f} (standard error)"
-    print(line)
 
 
 # ------------------------------------------------------------------------------------ analysis
@@ -3519,417 +2229,63 @@ def analyse(args):
     It writes them to analysis.csv, too.
     """
     torch.set_num_threads(1)
-    torch.manual_seed(args.seed)
-    model = make_model(args)
-    if args.analyse:
-        model.load_state_dict(Checkpoint(args.analyse).read()["model"])
-    else:
-        hint = hint_of_actions(args, model.action_space)
-        if hint:
-            report(hint)
-    args.level_costs = args.level_costs or measured_costs(args, model)
-
-    path = Path(args.analyse or run_path(args)) / "analysis.csv"
+    model = load_model(args)
+    path = Path(args.eval or run_path(args)) / "analysis.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
     returns = []
     starts = []
-    began = time.perf_counter()
-    with closing(make_pool(args, model, game_seeds(args, 0), args.num_workers)) as pool:
-        names = pool.call("level_names")[0]
+    with closing(Simulations(args, model)) as sims:
+        if not args.level_costs:
+            sims.measure_costs(model)
         for measurement in range(MEASUREMENTS):
-            measured, numbers, problem = play_alike(model, pool, args, measurement)
+            measured, numbers = play_alike(model, sims, measurement)
             returns.append(measured)
             starts.append(numbers + measurement * len(numbers))  # other starts than before
-            if measurement == 0 and problem:
-                report(f"{problem}: ρ means little")
-            rows = level_rows(args, names, np.concatenate(returns, axis=1), np.concatenate(starts))
+            rows = level_rows(sims, np.concatenate(returns, axis=1), np.concatenate(starts))
             # An analysis that is stopped leaves what it has found.
             write_table(path, rows)
-            tell_progress(measurement + 1, time.perf_counter() - began)
+            print(f"\nmeasured {measurement + 1} of {MEASUREMENTS} times")
             print_table(rows)
     print(f"table: {path}")
     return rows
 
 
-def tell_progress(count, seconds):
-    """Print after how many measurements the table below is, and how long the others will take."""
-    left = seconds / count * (MEASUREMENTS - count)
-    print(f"\nmeasured {count} of {MEASUREMENTS} times, {left:.0f} s left", flush=True)
-
-
-def level_rows(args, names, returns, starts):
+def level_rows(sims, returns, starts):
     """Return a row for each level from returns (L, E) and the number of each episode's start (E,).
 
-    `worth` is what the rule goes by, ρ² per second, divided by that of the finest level. An entry
-    that ends in _error is a standard error.
+    `worth` is what the rule goes by, ρ² per second, divided by that of the finest level. ρ has a
+    standard error.
     """
-    seconds = [row_seconds(args, level) for level in range(len(names))]
-    numbers = level_numbers(returns, starts)
-    errors = jackknife_errors(returns, starts)
+    rho = correlations(returns, starts)
+    # The jackknife: how much ρ varies when each start is left out once.
+    kept = [starts != start for start in np.unique(starts)]
+    without = [correlations(returns[:, episodes], starts[episodes]) for episodes in kept]
+    errors = np.std(without, axis=0) * (len(kept) - 1) ** 0.5
+
+    seconds = [sims.costs.row(level) for level in range(len(rho))]
     rows = []
-    for level, name in enumerate(names):
-        row = {"level": name, "step_ms": 1e3 * args.level_costs[level]}
-        row["iteration_s"] = iteration_seconds(args, level)
-        for quantity in numbers:
-            row[quantity] = float(numbers[quantity][level])
-            row[f"{quantity}_error"] = float(errors[quantity][level])
-        row["worth"] = max(0.0, row["rho"]) ** 2 * seconds[-1] / seconds[level]
+    for level, number in enumerate(sims.args.levels):
+        row = {"level": number, "step_ms": 1e3 * sims.costs.step(level)}
+        row["return"] = returns[level].mean()
+        row |= {"rho": rho[level], "rho_error": errors[level]}
+        row["worth"] = max(0.0, rho[level]) ** 2 * seconds[-1] / seconds[level]
         rows.append(row)
     return rows
 
 
-def level_numbers(returns, starts):
-    """Return {name: (L,)}: mean returns, how far they are below the finest level's, and ρ."""
-    mean = returns.mean(axis=1)
-    return {"return": mean, "difference": mean - mean[-1], "rho": correlations(returns, starts)}
-
-
-def jackknife_errors(returns, starts):
-    """Return {name: (L,)}, standard errors of `level_numbers`: from leaving out each start once."""
-    without = []
-    for start in np.unique(starts):
-        rest = starts != start
-        without.append(level_numbers(returns[:, rest], starts[rest]))
-    num_starts = len(without)
-    errors = {}
-    for name in without[0]:
-        variance = np.var([numbers[name] for numbers in without], axis=0)
-        errors[name] = ((num_starts - 1) * variance) ** 0.5
-    return errors
-
-
 def print_table(rows):
-    """Print rows with a column for each number, and its error beside it."""
-    names = [name for name in rows[0] if not name.endswith("_error")]
-    table = [names]
+    """Print rows with a column for each number."""
+    print("".join(name.rjust(12) for name in rows[0]))
     for row in rows:
-        table.append([cell(row, name) for name in names])
-    for line in table:
-        print("".join(text.rjust(22) for text in line), flush=True)
-
-
-def cell(row, name):
-    """Return an entry of a row as text, with its error to one digit if there is one."""
-    if name == "level":
-        return row[name]
-    if f"{name}_error" not in row:
-        return f"{row[name]:.3g}"
-    error = round(float(f"{row[f'{name}_error']:.1g}"), 9)  # not what rounding leaves of 0
-    return f"{row[name]:.4g} ± {error:g}"
+        print("".join(f"{value:12.4g}" for value in row.values()), flush=True)
 
 
 def write_table(path, rows):
     """Write rows to a .csv file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-
-
-class Trial(NamedTuple):
-    """What --check has seen in an episode of T steps."""
-
-    obs: np.ndarray  # (T + 1, D)
-    rewards: np.ndarray  # (T,)
-    reset_seconds: float
-    step_seconds: np.ndarray  # (T,), the last one with the reset that follows
-    end: str  # terminated, truncated, or cut off
-
-
-def check_simulation(args):
-    """Print what --check finds: costs of levels, what is wrong with them, which options to set.
-
-    It plays two episodes of the first policy, whose actions are random, on each level.
-    """
-    torch.set_num_threads(1)
-    torch.manual_seed(args.seed)
-    model = make_model(args)
-    trials = []
-    advice = []
-    print_row(["level", "reset s", "first step s", "other steps s", "steps", "end", "return"])
-    for number in args.levels:
-        name, trial, problems = try_level(args, model, number)
-        print_row([name, *trial_cells(trial)])
-        trials.append(trial)
-        advice += [f"level {name}: {problem}" for problem in problems]
-
-    for hint in hints_of_start(args, model):
-        # Some are told of a level already.
-        if not any(line.endswith(hint) for line in advice):
-            advice.append(hint)
-    starts_agree = not any(line.endswith((SEED_VARIES, STARTS_DIFFER)) for line in advice)
-    if starts_agree:
-        advice += hints_of_levels(trials)
-    obs = np.concatenate([trial.obs for trial in trials])
-    returns = [trial.rewards.sum() for trial in trials]
-    advice += hints_of_scale(args, obs, returns)
-    advice += hints_of_failed_reward(args, returns)
-    advice += hints_of_ends(args, trials)
-    print_scales(args, model, trials)
-    try:
-        print_costs(args, measured_costs(args, model))
-    except GameError as error:
-        reason = str(error).partition("\n")[0]
-        advice.append(f"costs were not measured: {reason}")
-    print("\nadvice:" if advice else "\nno advice")
-    for line in advice:
-        print(line)
-
-
-def try_level(args, model, number):
-    """Play two episodes of one seed on a level, and save a game in the middle of a third.
-
-    Returns the level's name, the second episode's Trial, and lines on what is wrong.
-    """
-    problems = []
-    with closing(trial_pool(args, model, number)) as pool:
-        name = pool.call("level_names")[0][0]
-        first = try_episode(model, pool, EVAL_SEED)
-        again = try_episode(model, pool, EVAL_SEED + 1)
-        saved = save_in_mid_episode(model, pool, len(first.rewards) // 2)
-        failures = sum(pool.call("take_failures"), [])
-    problems += failures[:1]
-    if not (is_usable(again.obs) and is_usable(again.rewards)):
-        problems.append("NaN or over 1e15 in observations or rewards")
-    if not same_episode(first, again):
-        problems.append(SEED_VARIES)
-
-    # Another pool takes up the saved game, like a run that is resumed.
-    with closing(trial_pool(args, model, number)) as pool:
-        problem = go_on_from(model, pool, *saved)
-    if problem:
-        problems.append(problem)
-    return name, again, problems
-
-
-def trial_pool(args, model, number):
-    """Return the pool of one game on a level, in a worker if a run has workers."""
-    return one_level_pool(args, model, np.array([EVAL_SEED]), min(1, args.num_workers), number)
-
-
-def try_episode(model, pool, global_seed):
-    """Play an episode from its seed, one step after the other. Returns the Trial.
-
-    `global_seed` is for the generators of `random`, NumPy and torch. An episode that depends on it
-    is not determined by reset(seed).
-    """
-    arrays = pool.arrays
-    generator = torch.Generator().manual_seed(EVAL_SEED)
-    pool.call("seed", global_seed)
-    began = time.perf_counter()
-    pool.call("start")
-    reset_seconds = time.perf_counter() - began
-
-    obs = [arrays["obs"][0].copy()]
-    rewards = []
-    seconds = []
-    while not arrays["finished"][0] and len(rewards) < EVAL_STEPS:
-        if len(rewards) == 1000:
-            report("no end after 1,000 steps: does step ever return terminated or truncated?")
-        arrays["seconds"][:] = 0
-        take_random_step(model, pool, generator)
-        obs.append(arrays["next_obs"][0].copy())
-        rewards.append(arrays["rewards"][0])
-        seconds.append(arrays["seconds"].sum())
-    end = "cut off"
-    for name in ("terminated", "truncated"):
-        if arrays[name][0]:
-            end = name
-    return Trial(np.array(obs), np.array(rewards), reset_seconds, np.array(seconds), end)
-
-
-def take_random_step(model, pool, generator):
-    """Take one step of the pool's games, by the first of the buffer's rows of noise."""
-    draw_noise(model, pool, generator)
-    pool.play(model, 1)
-
-
-def same_episode(first, again):
-    """Whether two Trials have the same observations and rewards."""
-    if len(first.rewards) != len(again.rewards):
-        return False
-    return alike(first.obs, again.obs) and alike(first.rewards, again.rewards)
-
-
-def save_in_mid_episode(model, pool, num_steps):
-    """Save the pool's game after some steps, and take one more.
-
-    Returns the arrays and the states that were saved, the noise of that step and its observation.
-    """
-    generator = torch.Generator().manual_seed(EVAL_SEED)
-    pool.call("seed", EVAL_SEED)
-    pool.call("start")
-    for _ in range(num_steps):
-        take_random_step(model, pool, generator)
-    arrays = {name: array.copy() for name, array in pool.arrays.items()}
-    states = sum(pool.call("get_state"), [])
-    take_random_step(model, pool, generator)
-    noise = pool.buffer["noise"].copy()
-    return arrays, states, noise, pool.arrays["next_obs"][0].copy()
-
-
-def go_on_from(model, pool, arrays, states, noise, next_obs):
-    """Take up a saved game and its next step. Returns None, or a line if it leads elsewhere."""
-    for name, array in arrays.items():
-        pool.arrays[name][:] = array
-    pool.call("seed", EVAL_SEED + 1)
-    problems = sum(pool.call("start", states), [])
-    if problems:
-        return f"a resumed run starts a new episode: {problems[0]}"
-    pool.buffer["noise"][:] = noise
-    pool.play(model, 1)
-    if not np.array_equal(pool.arrays["next_obs"][0], next_obs, equal_nan=True):
-        return (
-            "a resumed run continues elsewhere: after saving and loading the next step is another"
-        )
-    return None
-
-
-def hints_of_start(args, model):
-    """Return lines on actions and on starts: what --check and a new run say first."""
-    hints = [hint_of_actions(args, model.action_space), problem_at_start(args, model)]
-    return [hint for hint in hints if hint]
-
-
-def problem_at_start(args, model):
-    """Return None, or a line on what the first step of episodes shows to be wrong with starts.
-
-    Up to eight games of each level start twice from the same seeds.
-    """
-    actors = max(4, min(8, args.num_envs // NUM_RANKS))
-    # The schedule adaptive has no partners, which would follow finer levels.
-    few = changed(args, schedule="adaptive", num_envs=actors * NUM_RANKS)
-    seeds = draw_seeds(few.num_envs, args.seed, MEASURE_SEED)
-    steps = None
-    failure = None
-    try:
-        with (
-            kept_generators(),
-            closing(make_pool(few, model, game_seeds(few, 0), args.num_workers)) as pool,
-        ):
-            steps = np.stack([start_and_step(model, pool, few, seeds) for _ in range(2)])
-    except GameError as error:
-        failure = str(error).partition("\n")[0]
-
-    ranks = gathered_objects((steps, failure))
-    failures = [failure for _, failure in ranks if failure]
-    if failures:
-        return f"starts were not compared: {failures[0]}"
-    first, again = np.concatenate([steps for steps, _ in ranks], axis=3)  # (2, L, N, D) each
-    if not alike(first, again):
-        return SEED_VARIES
-    obs, next_obs = first
-    # What differs may show after a step.
-    shown = obs if varies(obs[-1]) else next_obs
-    comparable = len(args.levels) > 1 and np.isfinite(shown).all()
-    return STARTS_DIFFER if comparable and not vary_together(shown) else None
-
-
-def hints_of_levels(trials):
-    """Return a line if returns from one start, with the same noise, differ by a factor."""
-    sizes = [abs(trial.rewards.sum()) for trial in trials]
-    lengths = {len(trial.rewards) for trial in trials}
-    if len(lengths) > 1 or not 0 < 1.5 * min(sizes) < max(sizes):
-        return []
-    returns = ", ".join(f"{trial.rewards.sum():.4g}" for trial in trials)
-    return [f"returns of the levels differ: {returns}. Are rewards sums over cells? Take means"]
-
-
-def hints_of_failed_reward(args, returns):
-    """Return a line if a step that fails is better than a whole episode with these returns."""
-    if args.failed_reward is None or not len(returns) or args.failed_reward <= np.mean(returns):
-        return []
-    return [
-        f"--failed-reward {args.failed_reward:g} is better than an episode, which brings "
-        f"{np.mean(returns):.4g}: the policy may learn to fail"
-    ]
-
-
-def hints_of_scale(args, obs=(), returns=()):
-    """Return lines on observations and returns that are far from 1, if nothing normalises them."""
-    lines = []
-    if not args.norm_obs and far_from_one(obs):
-        lines.append(f"{far_from_one(obs)} observations: --norm-obs?")
-    if not args.norm_value and far_from_one(returns):
-        lines.append(f"{far_from_one(returns)} returns: --norm-value?")
-    return lines
-
-
-def far_from_one(values):
-    """Return "large" or "small", and how large, if the largest value is far from 1, else None."""
-    largest = np.abs(values).max(initial=0)
-    if largest > 10:
-        return f"large (up to {largest:.2g})"
-    if 0 < largest < 0.01:
-        return f"small (up to {largest:.2g})"
-    return None
-
-
-def hints_of_ends(args, trials):
-    """Return lines on how the episodes of all levels end."""
-    lines = []
-    lengths = {len(trial.rewards) for trial in trials}
-    ends = {trial.end for trial in trials}
-    longest = max(lengths)
-    if "cut off" in ends:
-        lines.append(f"an episode is not over after {EVAL_STEPS:,} steps: does it ever end?")
-    elif longest > max(args.num_steps):
-        lines.append(f"an iteration is shorter than an episode: --num-steps {longest}?")
-    if ends == {"truncated"} and len(lengths) == 1:
-        lines.append(
-            f"all episodes are truncated after {longest} steps, so rewards are assumed to go on "
-            "afterwards. If they end there, return terminated=True and put the time into the "
-            "observation"
-        )
-    return lines
-
-
-def trial_cells(trial):
-    """Return a Trial's entries in the table of --check."""
-    others = trial.step_seconds[1:-1]  # without the last, which includes a reset
-    other = f"{others.mean():.2g}" if len(others) else "-"
-    first = f"{trial.step_seconds[0]:.2g}"
-    cells = [f"{trial.reset_seconds:.2g}", first, other, len(trial.rewards), trial.end]
-    return [*cells, f"{trial.rewards.sum():.4g}"]
-
-
-def print_row(cells):
-    """Print a row of the table of --check."""
-    print("".join(str(cell).rjust(16) for cell in cells), flush=True)
-
-
-def print_scales(args, model, trials):
-    """Print how large observations, rewards and actions are."""
-    obs = np.concatenate([trial.obs for trial in trials])
-    rewards = np.concatenate([trial.rewards for trial in trials])
-    entry = int(np.abs(obs).max(axis=0).argmax())
-    print(
-        f"\nobservations: {obs.min():.4g} to {obs.max():.4g}, entry {entry} (from 0) is the largest"
-    )
-    print(f"rewards: {rewards.min():.4g} to {rewards.max():.4g}")
-    space = model.action_space
-    if isinstance(space, gym.spaces.Box):
-        bounds = f"{space.low.min():.4g} to {space.high.max():.4g}"
-        print(f"actions: 0 ± {math.exp(args.init_log_std):.3g} at first, clipped to {bounds}")
-    else:
-        print(f"actions: {space}")
-
-
-def print_costs(args, costs):
-    """Print measured costs as an option, and how long a run of the default length takes."""
-    words = " ".join(f"{cost:.3g}" for cost in costs)
-    print("\nseconds of a step on each level over the workers, and of an update, as an option:")
-    print(f"--level-costs {words}")
-
-    args = changed(args, level_costs=costs)
-    one_level = len(args.levels) == 1
-    if one_level and args.num_iterations:
-        seconds = args.num_iterations * iteration_seconds(args, 0)
-    elif args.schedule == "adaptive" and not args.num_iterations and not args.total_timesteps:
-        seconds = (args.total_cost or default_cost(args)) * costs_of(args).unit
-    else:  # its iterations are not all alike
-        return
-    print(f"a run takes {seconds / 3600:.3g} hours, unless --hours or another length is given")
 
 
 # ------------------------------------------------------------------------------------ reservoirs
@@ -4558,29 +2914,15 @@ def solve_pressures(envs, q):
 
 
 # ------------------------------------------------------------------------------------ command line
-# The options that say how long a run is, and the counters that they limit.
-LENGTHS = {
-    "num_iterations": "iteration",
-    "total_timesteps": "global_step",
-    "total_cost": "total_cost",
-    "hours": "total_cost",  # into which they are converted before the first iteration
-}
-# These options may change when a run is resumed or evaluated.
-MAY_CHANGE = ["device", "num_workers", "total_timesteps", "num_iterations"]
-MAY_CHANGE += ["eval_every", "eval_episodes", "save_every", "total_cost", "hours"]
-MAY_CHANGE += ["failed_reward", "baseline"]
-# These may change, too, when it is analysed.
-MAY_ANALYSE = ["num_envs", "num_steps", "levels", "level_costs", "seed"]
-# These options are not kept in config.json.
-NOT_KEPT = ["resume", "eval", "sample", "video", "export_onnx", "quiet", "analyse", "check"]
-FLAG = argparse.BooleanOptionalAction  # --x and --no-x
+# The options that say how long a run is. One that is given replaces those of a run that is resumed.
+LENGTHS = ["hours", "finest_steps", "num_iterations"]
 
 EXAMPLES = """
 examples:
   python ppo_multilevel.py --env ResSim-v1                         train, one level at a time
-  python ppo_multilevel.py --env my.py:Rod --levels 1 2 3 --check  look at your own simulation
-  python ppo_multilevel.py --env my.py:Rod --levels 1 2 3          train on it
-  python ppo_multilevel.py --eval RUN_DIR --video                  evaluate, and film an episode
+  python ppo_multilevel.py --env my.py:Rod --levels 1 2 3          train on your own simulation
+  python ppo_multilevel.py --resume RUN_DIR --hours 2              resume, for longer
+  python ppo_multilevel.py --eval RUN_DIR                          evaluate
 """
 
 
@@ -4598,10 +2940,6 @@ def make_parser():
     add_ppo_options(parser)
     add_network_options(parser)
     add_run_options(parser)
-    parser.set_defaults(num_workers=num_cores(), eval_every=10, num_envs=50, hidden=[150, 100, 80])
-    parser.set_defaults(shared_net=True, anneal_lr=False, clip_coef=0.1, ent_coef=1e-3, vf_coef=1.0)
-    parser.set_defaults(num_minibatches=10, learning_rate=1e-4, update_epochs=5, clip_vloss=False)
-    parser.set_defaults(target_kl=0.05)
     return parser
 
 
@@ -4610,55 +2948,37 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 def add_run_options(parser):
-    """Add the options of running that all scripts of the family share."""
+    """Add the options of running."""
     group = parser.add_argument_group("run")
     add = group.add_argument
-    count = integer(1)
-    natural = integer(0)
-    many = integer(1, 100_000)
-    add("--seed", type=integer(0, 2**63 - 1), default=1, help="seed of all generators")
-    add("--device", default="auto", help="auto, cpu, cuda or mps; auto: cpu, or cuda for Atari")
-    add("--num-workers", type=natural, default=0, help="processes that play; 0: this one plays")
+    add("--seed", type=int, default=1, help="seed of all generators")
+    add("--num-workers", type=int, default=num_cores(), help="processes that play; 0: this one")
     add("--log-dir", type=os.path.abspath, default="runs", help="folder of the runs' folders")
     add("--run-name", help="name of the run's folder, if not env__script__seed__time")
-    add("--eval-every", type=natural, default=0, help="iterations between evaluations; 0: never")
-    add("--eval-episodes", type=many, default=16, help="episodes of an evaluation")
-    add("--save-every", type=natural, default=50, help="iterations between checkpoints; 0: at end")
-    add("--sample", action="store_true", help="with --eval: sample actions, not the policy's mode")
-    add("--video", action="store_true", help="with --eval: also write video.mp4")
-    add("--export-onnx", action="store_true", help="with --eval: also write policy.onnx")
+    add("--eval-every", type=int, default=10, help="iterations between evaluations; 0: never")
+    add("--eval-episodes", type=int, default=16, help="episodes of an evaluation")
+    add("--save-every", type=int, default=50, help="iterations between checkpoints; 0: at end")
     add("--quiet", action="store_true", help="print no status lines")
+    add(
+        "--analyse",
+        action="store_true",
+        help="do not train: print what each level costs and how well it agrees with the finest, "
+        "for the policy of --eval or a new one",
+    )
 
     add = group.add_mutually_exclusive_group().add_argument
-    add("--resume", type=os.path.abspath, help="folder of a run to resume, with its own options")
+    add("--resume", type=os.path.abspath, help="folder of a run to resume, with its options")
     add("--eval", type=os.path.abspath, help="folder of a run whose policy's mode is evaluated")
 
     add = group.add_mutually_exclusive_group().add_argument
-    add("--total-timesteps", type=count, help="steps of all envs (ppo.py: 500,000, Atari: 10M)")
-    add("--num-iterations", type=count, help="length of the run in iterations")
-
-
-def integer(low, high=math.inf):
-    """Return an argparse type: an integer from low to high."""
-    return number(int, low, high)
-
-
-def real(low=-math.inf, high=math.inf):
-    """Return an argparse type: a number from low to high, within float32's range."""
-    return number(float, low, high)
-
-
-def number(kind, low, high):
-    """Return an argparse type: a `kind` from low to high, below 1e38."""
-
-    def parse(text):
-        value = kind(text)
-        if low <= value <= high and abs(value) < 1e38:
-            return value
-        raise ValueError
-
-    parse.__name__ = f"{kind.__name__} from {low} to {high}"  # argparse says "invalid int from"
-    return parse
+    add("--hours", type=float, help="length of the run in hours of simulation and updates")
+    add(
+        "--finest-steps",
+        type=int,
+        help="its length in the time that so many steps of the finest level take; None: by --env, "
+        "or 100 iterations on the finest level",
+    )
+    add("--num-iterations", type=int, help="its length in iterations")
 
 
 def env_name(text):
@@ -4669,94 +2989,96 @@ def env_name(text):
     return text
 
 
-def or_auto(kind):
-    """Return an argparse type: `kind`, or the word auto."""
-
-    def parse(text):
-        return text if text == "auto" else kind(text)
-
-    parse.__name__ = f"{kind.__name__} or auto"
-    return parse
-
-
 def parse_args(argv=None):
-    """Parse and check the command line (default: the program's)."""
-    parser = make_parser()
-    # This first reading names the case, which has defaults of its own.
-    given = parser.parse_args(argv)
-    set_defaults_of_case(parser, given)
-    args = parse_with_run(parser, argv)
-    check_levels(parser, args)
-    if args.analyse is not None:
-        set_options_of_analysis(args, given)
-    args.eval_level = args.eval_level or args.levels[-1]
+    """Parse and check the command line (default: the program's).
 
+    With --resume or --eval the options of that run are the defaults.
+    """
+    parser = make_parser()
+    # This first reading names the run or the case, which has defaults of its own.
+    given = parser.parse_args(argv)
+    run_dir = given.resume or given.eval
+    options = {}
+    if run_dir:
+        options = json.loads((Path(run_dir) / "config.json").read_text())
+        if any(getattr(given, name) for name in LENGTHS):
+            options |= dict.fromkeys(LENGTHS)
+        parser.set_defaults(**options)
+    else:
+        parser.set_defaults(**defaults_of(given))
+    args = parser.parse_args(argv)
+
+    # Pairs are not analysed, and a single level needs no choice.
+    if args.analyse:
+        args.schedule = "adaptive"
+        args.num_steps = args.num_steps[:1]
+    elif len(args.levels) == 1:
+        args.schedule = "together"
+    if len(args.num_steps) == 1:
+        args.num_steps = args.num_steps * len(args.levels)
+    check_options(parser, args, options)
     check_spaces(parser, args)
-    check_norm_obs(parser, args)
-    check_baseline(parser, args)
-    check_eval_level(parser, args)
-    check_level_costs(parser, args)
-    # An analysed run may have been of the other schedule.
-    if args.schedule == "adaptive" and not args.analyse:
-        check_adaptive(parser, args)
-    complete_num_steps(parser, args)
-    check_num_steps(parser, args)
-    set_length(parser, args)
+    if run_dir:
+        check_weights(parser, args, run_dir)
     return args
 
 
-def set_options_of_analysis(args, given):
-    """Set what an analysis does otherwise than the run: no partners, costs as given now."""
-    if args.schedule == "together" or len(args.num_steps) != len(args.levels):
-        args.num_steps = args.num_steps[:1]
-    args.schedule = "adaptive"
-    args.eval_level = None
-    args.level_costs = given.level_costs
-
-
-def set_defaults_of_case(parser, given):
-    """Set the defaults that --env, --schedule and --levels decide on."""
-    schedule = "together" if len(given.levels) == 1 else "adaptive"
-    parser.set_defaults(schedule=schedule)
+def defaults_of(given):
+    """Return the defaults that --env, --schedule and --levels decide on."""
+    defaults = {"schedule": "adaptive"}
     case = CASES.get(given.env)
     if case:
-        parser.set_defaults(levels=levels_of(case), init_log_std=-2.9)
-    if given.schedule == "together" and len(given.levels) != 1 and given.analyse is None:
-        pairs = case.together if case else ()
-        levels = [level for level, _ in pairs]
-        num_steps = [steps for _, steps in pairs]
-        if given.levels:
-            num_steps = [100] + [10] * (len(given.levels) - 1)
-        parser.set_defaults(levels=levels, num_steps=num_steps)
-        parser.set_defaults(learning_rate=3e-5, update_epochs=10)
+        levels = list(range(1, len(case.grids) + 1))
+        defaults |= {"levels": levels, "init_log_std": -2.9}
+        # Another finest level has another length.
+        if not given.levels or given.levels[-1] == levels[-1]:
+            defaults["finest_steps"] = case.finest_steps
+    if given.schedule == "together" and len(given.levels) != 1:
+        defaults |= {"learning_rate": 3e-5, "update_epochs": 10, "num_iterations": 200}
+        defaults["num_steps"] = [100] + [10] * (len(given.levels) - 1)
+        if case and not given.levels:
+            defaults["levels"] = [level for level, _ in case.together]
+            defaults["num_steps"] = [num_steps for _, num_steps in case.together]
+    # A length that is given replaces all of these.
+    if any(getattr(given, name) for name in LENGTHS):
+        defaults |= dict.fromkeys(LENGTHS)
+    return defaults
 
 
-def levels_of(case):
-    """Return the numbers of a case's levels, from 1."""
-    return list(range(1, len(case.grids) + 1))
-
-
-def is_paired(args):
-    """Whether actors have partners: several levels are played together."""
-    return len(args.levels) > 1 and args.schedule == "together"
-
-
-def check_levels(parser, args):
-    """Refuse levels that are not in order, or too few of them."""
-    least = 1 if args.analyse is None else 2
-    if args.levels != sorted(set(args.levels)) or len(args.levels) < least:
-        parser.error(
-            "argument --levels: give them, coarse to fine, like 1 2 3 (--analyse: at least two)"
-        )
+def check_options(parser, args, options):
+    """Refuse options that do not go together, in one line; `options` are those of a run."""
+    L = len(args.levels)
+    is_ordered = L > 0 and args.levels == sorted(set(args.levels))
+    parts = args.num_minibatches * NUM_RANKS
+    divides = all(args.num_envs * T % parts == 0 for T in args.num_steps)
+    two_rows = all(args.num_envs * T > parts for T in args.num_steps)
+    costs_fit = not args.level_costs or len(args.level_costs) == L + 1
+    kept = {name: getattr(args, name) for name in ("levels", "check_episodes")}
+    is_new = not args.resume and not args.eval
+    folder = run_path(args)
+    wishes = [
+        (is_ordered, "levels", "give them, coarse to fine, like 1 2 3"),
+        (L > 1 or not args.analyse, "analyse", "it takes two levels or more"),
+        (len(args.num_steps) == L, "num-steps", f"one number for each of {L} levels, or for all"),
+        (divides, "num-minibatches", f"{parts}, over all ranks, must divide N · T of each level"),
+        (two_rows or not args.norm_adv, "num-minibatches", "--norm-adv needs two rows"),
+        (costs_fit or args.eval, "level-costs", f"give {L + 1} numbers, the last of an update"),
+        (math.isfinite(args.learning_rate), "learning-rate", "give a number"),
+        (not args.resume or kept.items() <= options.items(), "resume", f"{list(kept)} must stay"),
+        (not is_new or not folder.exists(), "run-name", f"{folder} is there already"),
+    ]
+    for is_right, option, wish in wishes:
+        if not is_right:
+            parser.error(f"argument --{option}: {wish}")
 
 
 def check_spaces(parser, args):
     """Refuse levels with other spaces than the first, and a --coupling that the env cannot do."""
     first = None
-    for number in sorted({*args.levels, args.eval_level}):
+    for number in args.levels:
         with closing(make_env(args.env, number)) as env:
             spaces = (env.observation_space, env.action_space)
-            maps = maps_states(env.unwrapped)
+            maps = hasattr(env.unwrapped, "map_from")
         first = first or spaces
         if spaces != first:
             parser.error(f"argument --levels: level {number} has {spaces}, not {first}")
@@ -4766,323 +3088,44 @@ def check_spaces(parser, args):
             )
 
 
-def check_eval_level(parser, args):
-    """Refuse a level of evaluations that is below the last one, or above one of several."""
-    last = args.levels[-1]
-    highest = last if args.schedule == "adaptive" or is_paired(args) else math.inf
-    if not args.eval and not last <= args.eval_level <= highest:
-        parser.error("argument --eval-level: the last of --levels, or above a single one")
-
-
-def check_baseline(parser, args):
-    """Refuse a --baseline that cannot be loaded, or with which nothing is compared."""
-    if not args.baseline:
-        return
-    new_run = not args.eval and not args.resume
-    if new_run and not args.eval_every:
-        parser.error("argument --baseline: it is compared with evaluations, see --eval-every")
+def check_weights(parser, args, run_dir):
+    """Refuse a run whose checkpoint does not fit the options."""
     try:
-        function = load_function(args.baseline)
-        if not callable(function):
-            raise TypeError(f"{args.baseline} is no function")
+        make_model(args).load_state_dict(read_checkpoint(run_dir)["model"])
     except Exception as error:
-        # The file may raise anything.
-        parser.error(f"argument --baseline: {one_line(error)}")
-
-
-def check_level_costs(parser, args):
-    """Refuse another number of costs than that of the levels and an update."""
-    needed = len({*args.levels, args.eval_level}) + 1
-    if args.level_costs and not args.eval and len(args.level_costs) != needed:
-        parser.error(f"argument --level-costs: give {needed} numbers, the last of an update")
-
-
-def check_adaptive(parser, args):
-    """Refuse options of --schedule together, and fewer episodes of a check than ranks."""
-    for name in ("coupling", "correction", "control"):
-        if getattr(args, name) != parser.get_default(name):
-            parser.error(f"argument --{name}: only with --schedule together")
-    if args.check_episodes < NUM_RANKS:
-        parser.error(f"argument --check-episodes: each of the {NUM_RANKS} ranks needs one")
-
-
-def complete_num_steps(parser, args):
-    """Complete --num-steps to one entry per level."""
-    L = len(args.levels)
-    if len(args.num_steps) == 1:
-        args.num_steps = args.num_steps * L
-    if len(args.num_steps) != L:
-        parser.error(f"argument --num-steps: one number per level of {args.levels}, or one for all")
-
-
-def check_num_steps(parser, args):
-    """Refuse numbers of steps whose rows the minibatches cannot share."""
-    for level, T in enumerate(args.num_steps):
-        finer = is_paired(args) and level > 0
-        rows = args.num_envs * T
-        what = "finer rows" if finer else "rows"
-        check_rows(parser, args, rows, what)
-        if not finer:
-            check_normalised(parser, args, rows)
-
-
-def set_length(parser, args):
-    """Set the run's length, if it is not given."""
-    if args.hours and args.level_costs == UNKNOWN_COSTS:
-        parser.error("argument --hours: this run has not measured costs; use --num-iterations")
-    lengths = [args.total_cost, args.hours, args.total_timesteps or args.num_iterations]
-    if lengths.count(None) < 2:
-        parser.error(
-            "argument --total-cost, --hours, --total-timesteps, --num-iterations: give one"
-        )
-    if args.total_timesteps and len(args.levels) == 1:
-        rows = args.num_envs * args.num_steps[0]
-        args.num_iterations = max(1, args.total_timesteps // rows)
-    if any(getattr(args, option) for option in LENGTHS):
-        return
-    if args.schedule == "together":
-        args.num_iterations = 200
-        return
-    # Other simulations are as long as `default_cost` says, once their costs are known.
-    case = CASES.get(args.env)
-    if case and args.levels[-1] == levels_of(case)[-1]:
-        args.total_cost = float(case.finest_steps)
-
-
-def set_hours(args):
-    """Convert --hours to --total-cost, steps of the finest level, and say so."""
-    args.total_cost = args.hours * 3600 / costs_of(args).unit
-    report(
-        f"{args.hours:g} hours are --total-cost {args.total_cost:.6g}, steps of the finest level"
-    )
-    args.hours = None
-
-
-def default_cost(args):
-    """Return what 100 iterations on the finest level cost, updates included, in its steps."""
-    finest = len(args.levels) - 1
-    return 100 * iteration_seconds(args, finest) / costs_of(args).unit
-
-
-def parse_with_run(parser, argv):
-    """Parse argv; with --resume, --eval or --analyse that run's options are the defaults."""
-    args = parser.parse_args(argv)
-    check_eval_options(parser, args)
-    check_analyse_options(parser, args)
-    run_dir = args.resume or args.eval or args.analyse
-    if run_dir:
-        may_change = list(MAY_CHANGE)
-        if args.eval:
-            may_change += ["eval_level"]
-        if args.analyse:
-            may_change += MAY_ANALYSE
-        args = options_of_run(parser, argv, args, run_dir, may_change)
-    check_device(args)
-    if RANK == 0 and not run_dir:
-        check_run_name(parser, args)
-    return args
-
-
-def check_eval_options(parser, args):
-    """Refuse what makes sense only with --eval, and several ranks with it."""
-    if not args.eval and (args.sample or args.video or args.export_onnx):
-        parser.error("argument --sample, --video, --export-onnx: only with --eval")
-    if args.eval and NUM_RANKS > 1:
-        parser.error("argument --eval: takes one process, not torchrun")
-    if args.export_onnx:
-        import onnx  # noqa: F401, torch needs it, and says so late
-    if args.video:
-        import moviepy  # noqa: F401, Gymnasium needs it
-
-
-def check_analyse_options(parser, args):
-    """Refuse --analyse and --check together with what trains or evaluates."""
-    if args.analyse is not None and (args.eval or args.resume or NUM_RANKS > 1):
-        parser.error("argument --analyse: not with --eval, --resume, torchrun")
-    others = args.eval or args.resume or args.analyse is not None
-    if args.check and (others or NUM_RANKS > 1):
-        parser.error("argument --check: not with --eval, --resume, --analyse, torchrun")
-
-
-def options_of_run(parser, argv, args, run_dir, may_change):
-    """Return the options of a run, with those of argv that may change; refuse others."""
-    config = {}
-    try:
-        config |= json.loads((Path(run_dir) / "config.json").read_text())
-        options = config["options"]
-        if "env" not in options:
-            raise ValueError("config.json names no env")
-        known = set(vars(args)) - set(NOT_KEPT)
-        missing = known - set(options)
-        unknown = set(options) - known
-        options = {name: value for name, value in options.items() if name in known}
-        # Another length replaces the run's.
-        if any(getattr(args, name) for name in LENGTHS):
-            options |= dict.fromkeys(LENGTHS)
-        parser.set_defaults(**options)
-        own = parser.parse_args([])
-        args = parser.parse_args(argv)
-        for name in sorted(set(options) - set(may_change)):
-            value = getattr(own, name)
-            if getattr(args, name) != value:
-                name = name.replace("_", "-")
-                parser.error(f"argument --{name}: the run has {value}, which cannot change")
-        state = Checkpoint(run_dir).read()
-        make_model(args).load_state_dict(state["model"])
-        if args.resume and NEWEST_ENTRY not in state:
-            raise ValueError("it is of an older version of this script, which only --eval can use")
-    except Exception as error:
-        where = started_in(config, error)
-        parser.error(f"cannot use the run in {run_dir}: {one_line(error)}{where}")
-    tell_of_other_options(missing, unknown)
-    return args
-
-
-def started_in(config, error):
-    """Return the folder that a run was started in, as text, if its env was not found here."""
-    folder = config.get("folder")
-    if not isinstance(error, ImportError) or folder in (None, os.getcwd()):
-        return ""
-    module = config["options"]["env"].partition(":")[0]
-    return f"; the run was started in {folder}" if f"'{module}'" in str(error) else ""
-
-
-def tell_of_other_options(missing, unknown):
-    """Say which options a run does not have, and which of its options this script does not have."""
-    if missing:
-        report(f"the run has no {', '.join(sorted(missing))}: the defaults are used")
-    if unknown:
-        report(f"this script has no {', '.join(sorted(unknown))}: ignored")
-
-
-def check_device(args):
-    """Raise torch's own error if the device is not there; give each rank its GPU."""
-    if args.device == "auto":
-        return
-    if args.device == "cuda" and NUM_RANKS > 1:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.zeros(1, device=args.device).item()
-
-
-def check_run_name(parser, args):
-    """Create --log-dir, and refuse the name of a folder in it that exists.
-
-    Raises OSError if no folder can have this name.
-    """
-    path = run_path(args)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        path.stat()
-    except FileNotFoundError:
-        return
-    parser.error(f"argument --run-name: {path} is there already")
-
-
-def hint_of_actions(args, space):
-    """Return a line if a Box is far wider or narrower than a Gaussian's first actions, or apart.
-
-    Actions outside of a Box are only clipped, so such a policy learns slowly or not at all. Returns
-    None if they fit, or are choices.
-    """
-    if num_choices(space):
-        return None
-    sigma = np.exp(args.init_log_std)
-    low = np.float64(space.low)
-    high = np.float64(space.high)
-    half_width = high / 2 - low / 2
-    unbounded = half_width > 5e29
-    too_narrow = half_width < sigma / 20
-    too_wide = (half_width > 12.5 * sigma) & ~unbounded
-    elsewhere = np.maximum(low, -high) > sigma  # the distance from 0 to the Box
-    if not (too_narrow | too_wide | elsewhere).any():
-        return None
-    line = f"actions are 0 ± {sigma:.3g} at first, the Box is {low.min():g} to {high.max():g}: "
-    return line + "gymnasium.wrappers.RescaleAction? (--init-log-std changes only their σ)"
-
-
-def check_rows(parser, args, num_rows, rows="rows"):
-    """Refuse minibatches and ranks that cannot share the rows equally."""
-    option = None
-    if args.num_envs % NUM_RANKS:
-        option = "num-envs"
-    elif num_rows % (args.num_minibatches * NUM_RANKS):
-        option = "num-minibatches"
-    if option:
-        parts = f"{args.num_minibatches} equal minibatches for {NUM_RANKS} process(es)"
-        parser.error(f"argument --{option}: {num_rows} {rows} are not {parts}")
-
-
-def check_normalised(parser, args, num_rows):
-    """Refuse to normalise advantages over a single row."""
-    parts = {"minibatch": args.num_minibatches, "batch": 1, "off": 0}
-    if num_rows == parts[args.norm_adv]:
-        parser.error(f"argument --num-minibatches: --norm-adv {args.norm_adv} needs 2 rows")
-
-
-def check_norm_obs(parser, args):
-    """Refuse to normalise observations on a device that has no float64."""
-    if args.norm_obs and args.device.startswith("mps"):
-        parser.error("argument --norm-obs: needs float64, which mps lacks; use --device cpu")
-
-
-def one_line(error):
-    """Return an exception as one line, with the place where it may not explain itself."""
-    text = f"{type(error).__name__}: {error}".partition("\nTraceback")[0]
-    line = " ".join(text.split())[:500]
-    if isinstance(error, (GameError, ValueError, OSError, ImportError, gym.error.Error)):
-        return line
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{line} (in {place.name}, {place.filename}:{place.lineno})"
-
-
-def quiet_writer_threads():
-    """Have TensorBoard's writer thread print no traceback: the run meets the same error itself."""
-
-    def hook(failure):
-        if "AsyncWriter" not in repr(failure.thread):
-            threading.__excepthook__(failure)
-
-    threading.excepthook = hook
-
-
-def explains_itself(error):
-    """Whether one line tells the user what went wrong in training."""
-    known = (GameError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError)
-    lost_rank = NUM_RANKS > 1 and isinstance(error, RuntimeError)
-    return isinstance(error, known) or lost_rank
+        # A file may be of anything.
+        line = " ".join(str(error).split())
+        parser.error(f"cannot use the run in {run_dir}: {line}")
 
 
 def main():
     """Run the command line. Returns the exit code: 1 for failures, 2 for wrong options or files."""
     sys.path.append(os.getcwd())  # where a module of --env may lie
-    # A notebook's output has no such method.
-    with suppress(AttributeError):
-        # Not all of Windows's code pages have a γ.
-        sys.stdout.reconfigure(errors="replace")
-    quiet_writer_threads()
-
+    sys.stdout.reconfigure(errors="replace")  # not all of Windows's code pages have a γ
     args = None
     try:
         args = parse_args()
-        if args.eval:
-            returns = evaluate_run(args)
-            if args.baseline:
-                compare_with_baseline(args, returns)
-            return 0
-        if args.check:
-            check_simulation(args)
-            return 0
-        if args.analyse is not None:
+        if args.analyse:
             analyse(args)
+            return 0
+        if args.eval:
+            evaluate_run(args)
             return 0
         run = train(args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except Exception as error:
-        if args and not args.eval and not explains_itself(error):
+    except (
+        GameError,
+        FloatingPointError,
+        OSError,
+        ImportError,
+        ValueError,
+        gym.error.Error,
+    ) as error:
+        # Later than in the options these are mistakes in code, and need the traceback.
+        if args and isinstance(error, (ImportError, ValueError)):
             raise
-        line = error if isinstance(error, GameError) else one_line(error)
-        print(f"{Path(__file__).name}: error: {line}", file=sys.stderr)
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         return 1 if args else 2
     return 128 + run.signal if run.signal else 0
 
