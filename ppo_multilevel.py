@@ -546,8 +546,8 @@ def mean_row(rows):
 
 
 # ------------------------------------------------------------------------------------ levels
-# Which levels an iteration plays. A rule has `plan`, `begin`, `review`, and in `best` parameters
-# that are the result of a run, or None for the last ones. Checkpoints keep all attributes of a rule.
+# Which levels an iteration plays. A rule has `plan`, `begin` and `review`. In `best` it has the
+# parameters that are the run's result, or None for the last ones. Checkpoints keep its attributes.
 
 
 class Plan(NamedTuple):
