@@ -9,11 +9,15 @@
 How to read this file
     Is reinforcement learning new to you? Read "New to reinforcement learning" in README.md first:
     it explains the terms. Then skip the options. The algorithm follows: `train`, and below it
-    everything that `train` calls, down to the network. Read `train`, `rollout`, `play`, `gae`,
-    `make_batch`, `losses`, `minibatch_loss`, `update` in this order. The machinery starts at the
-    section "speed": environments, worker processes, run folders, evaluation, the command line.
+    everything that `train` calls, down to the network. Read `train`, `rollout`, `Player.play`,
+    `gae`, `make_batch`, `losses`, `minibatch_loss`, `update` in this order.
+    The machinery starts at the section "speed". `train` opens a `Run`, which logs, evaluates, saves
+    and stops. It has a `WorkerPool`: one `Player` in each worker process, or one in this process. A
+    player has its share of the games, a `Policy` that acts for them, and the rows that they fill. A
+    `Game` is one environment. `rollout` sends all players the command "play", and puts side by side
+    what they answer.
     Several processes can train one model together, started by torchrun. They are called ranks. In a
-    single process RANK is 0 and NUM_RANKS is 1. Then `gathered`, `averaged`, `own_rows` and
+    single process RANK is 0 and NUM_RANKS is 1. Then `gathered_objects`, `averaged`, `own_rows` and
     `average_gradients` change nothing, so a first reading can skip them.
 
 The algorithm
@@ -55,8 +59,8 @@ Notation and shapes
     D observation entries, A action entries, n logits of a discrete policy, F features of the last
     hidden layer, H features of a recurrent policy's memory, S entries of its whole state.
     `pi` is the tensor that the policy's last layer, `model.head`, makes of an observation: the
-    log-probabilities of the choices, or the mean of a Gaussian. The head draws actions from it, and
-    has their log-probabilities and the entropy.
+    log-probabilities of the choices, or the mean of a Gaussian. The head has the log-probabilities
+    of actions under it, and the entropy.
     `returns` in a batch are R_t. The return of an episode is the plain sum of its rewards.
     What is stored at index t belongs to the action at step t. `terminated` means that this action
     ended the task. `truncated` means that a time limit cut the episode short, so V(s_{t+1}) stands
@@ -916,16 +920,25 @@ def as_function(module):
         weight = module.weight.detach().numpy().T
         bias = module.bias.detach().numpy()
         return lambda x: x @ weight + bias
-    if type(module) is RunningNorm:
-        mean = module.mean.numpy()
-        std = module.std.numpy()
-        limit = module.limit
-        return lambda x: ((x - mean) / std).clip(-limit, limit).astype(np.float32)
     if type(module) is nn.Tanh:
         return np.tanh
     if type(module) is nn.Identity:
         return lambda x: x
-    return torch.no_grad()(lambda x: module(torch.from_numpy(x)).numpy())
+    if type(module) is RunningNorm:
+        mean = module.mean.numpy()
+        std = module.std.numpy()
+
+        def normalise(x):
+            x = (x - mean) / std
+            return x.clip(-module.limit, module.limit).astype(np.float32)
+
+        return normalise
+
+    @torch.no_grad()
+    def by_torch(x):
+        return module(torch.from_numpy(x)).numpy()
+
+    return by_torch
 
 
 # ------------------------------------------------------------------------------------ games
@@ -1148,8 +1161,8 @@ class Player:
         self.policy = Policy(model)
         self.inputs = model.inputs
         self.action_space = model.action_space
-        self.index = index  # of this process
-        self.count = count  # of all processes
+        self.index = index  # this process's number
+        self.count = count  # the number of processes
         num_games = len(self.share(range(args.num_envs)))
         self.rows = make_rows(args, model, num_games)
         self.games = [Game(args, self.rows, n, **options) for n in range(num_games)]
@@ -1264,7 +1277,8 @@ class WorkerPool:
             return
 
         # A fork shares the memory of all imported libraries, but it is safe on Linux only.
-        context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        start_method = "fork" if sys.platform == "linux" else "spawn"
+        context = multiprocessing.get_context(start_method)
         for i in range(num_workers):
             pipe, end = context.Pipe()
             place = (RANK * num_workers + i, NUM_RANKS * num_workers)

@@ -11,6 +11,10 @@ How to read this file
     convolutional network, `rollout` computes values of pictures in pieces, and the layers compute
     in bfloat16 where that is faster. All cores, or a GPU, do the update. What only vectors need is
     not here: masks, memory, normalisers and other kinds of actions.
+    Read `train`, `rollout`, `Player.play`, `Game` and `Model`. `train` opens a `Run`, which logs,
+    evaluates, saves and stops. It has a `WorkerPool`: one `Player` in each worker process, or one
+    in this process. A player has its share of the games. All players fill the same rows,
+    `pool.rows`, since pictures are too large to be sent.
 
 The algorithm
     Each iteration plays T steps in N games with the current policy, which is then called π_old, and
@@ -594,12 +598,13 @@ def make_env(args, video=None):
 
     It films its first episode if `video` is a folder.
     """
+    render_mode = "rgb_array" if video else None
     env = gym.make(
         f"ALE/{game_name(args.env)}-v5",
         frameskip=1,
         repeat_action_probability=args.sticky_actions,
         full_action_space=args.full_action_space,
-        render_mode="rgb_array" if video else None,
+        render_mode=render_mode,
         obs_type="ram",  # it is small: `Game` looks at the screen itself, not at every frame
         disable_env_checker=True,
     )
@@ -805,8 +810,8 @@ class Player:
         if multiprocessing.parent_process():
             cv2.setNumThreads(1)
         self.model = model
-        self.index = index  # of this process
-        self.count = count  # of all processes
+        self.index = index  # this process's number
+        self.count = count  # the number of processes
         own = self.share(np.arange(args.num_envs))
         first = own[0] - np.array_split(np.arange(args.num_envs), NUM_RANKS)[RANK][0]
         columns = slice(first, first + len(own))
@@ -919,7 +924,8 @@ class WorkerPool:
             return
 
         # A fork shares the memory of all imported libraries, but it is safe on Linux only.
-        context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        start_method = "fork" if sys.platform == "linux" else "spawn"
+        context = multiprocessing.get_context(start_method)
         for i in range(num_workers):
             pipe, end = context.Pipe()
             place = (RANK * num_workers + i, NUM_RANKS * num_workers)

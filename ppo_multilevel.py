@@ -7,11 +7,15 @@
 
 How to read this file
     This is `ppo.py` for a simulation that exists on L levels (grids, time steps), coarse to fine.
-    GAE, the losses, the network and the machinery are those of ppo.py. What is new stands in
-    `train`, `rollout`, `update` and in the section "levels". Two schedules choose the levels.
-    Masks and recurrent policies, of which shared functions speak, are only in ppo.py. Options that
-    both scripts have may have other defaults here: `make_parser` and `set_defaults_of_case` set
-    them.
+    GAE, the losses and the network are those of ppo.py. What is new stands in `train`, `rollout`,
+    `update` and in the section "levels". Two schedules choose the levels. Masks and recurrent
+    policies, of which shared functions speak, are only in ppo.py.
+    The machinery starts at the section "speed". `train` opens a `Run`, which logs, evaluates, saves
+    and stops. It has `Simulations`: the `Costs` of the levels, which are the run's clock, and a
+    `WorkerPool` with one `Player` in each worker process, or one in this process. A player has its
+    share of every `Team` of games, a `Policy` that acts for them, and the rows that they fill. A
+    `Game` is one simulation on one level. There are two commands: "play" for rollouts, and
+    "play_episodes" for checks, evaluations, and the measurements of costs and correlations.
 
 The schedule adaptive, the default
     Each iteration is PPO on one level, the one with the largest trust · ρ² / seconds. ρ is the
@@ -56,7 +60,7 @@ Notation and shapes
     the level by: 1, 2, 3 and so on.
     A game is one simulation. An actor has its own game on each level and, with --schedule
     together, a partner on each level but the first: a game one level below. Own game and partner
-    are a pair, in which the own game is the fine one. OWN and PARTNER are their roles.
+    are a pair, in which the own game is the fine one.
 
 Papers, and departures from them
     "D&E" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), with the algorithms of A.
@@ -574,7 +578,8 @@ class Together:
     def __init__(self, args):
         self.args = args
         pairs = len(args.levels) - 1
-        self.controls = [1.0 if args.control is None else args.control] * pairs
+        control = 1.0 if args.control is None else args.control
+        self.controls = [control for _ in range(pairs)]
         self.moments = None  # running means of each pair's Cov(Â, Ã) and Var(Ã), (L − 1, 2)
 
     def begin(self, run):
@@ -749,7 +754,8 @@ class Adaptive:
             self.measure(run)
         seconds = torch.tensor([run.sims.costs.row(level) for level in range(len(self.rho))])
         worth = self.trust * self.rho**2 / seconds
-        chosen = int((worth == worth.max()).nonzero()[-1])  # of equals the finest
+        # The finest of equals is chosen.
+        chosen = int((worth == worth.max()).nonzero()[-1])
         if chosen != self.level:
             self.tell(run, chosen)
             self.level = chosen
@@ -1131,16 +1137,25 @@ def as_function(module):
         weight = module.weight.detach().numpy().T
         bias = module.bias.detach().numpy()
         return lambda x: x @ weight + bias
-    if type(module) is RunningNorm:
-        mean = module.mean.numpy()
-        std = module.std.numpy()
-        limit = module.limit
-        return lambda x: ((x - mean) / std).clip(-limit, limit).astype(np.float32)
     if type(module) is nn.Tanh:
         return np.tanh
     if type(module) is nn.Identity:
         return lambda x: x
-    return torch.no_grad()(lambda x: module(torch.from_numpy(x)).numpy())
+    if type(module) is RunningNorm:
+        mean = module.mean.numpy()
+        std = module.std.numpy()
+
+        def normalise(x):
+            x = (x - mean) / std
+            return x.clip(-module.limit, module.limit).astype(np.float32)
+
+        return normalise
+
+    @torch.no_grad()
+    def by_torch(x):
+        return module(torch.from_numpy(x)).numpy()
+
+    return by_torch
 
 
 def keep_freed_memory():
@@ -1427,9 +1442,9 @@ class Player:
         self.head = model.head
         self.action_space = model.action_space
         self.maps_each_step = args.coupling == "step"
-        self.in_batches = args.failed_reward is None  # if the env has a step_batch
-        self.index = index  # of this process
-        self.count = count  # of all processes
+        self.in_batches = args.failed_reward is None  # whether to use the env's step_batch
+        self.index = index  # this process's number
+        self.count = count  # the number of processes
         self.rows = {}
         self.games = {}
         for name, team in make_teams(args).items():
@@ -1594,6 +1609,14 @@ class Costs:
         self.update_seconds = 0.0
         self.total = 0.0
 
+    def state(self):
+        """Return what a checkpoint keeps: all that was seen."""
+        return {name: value for name, value in vars(self).items() if name != "given"}
+
+    def restore(self, state):
+        """Go on from a checkpoint's state."""
+        vars(self).update(state)
+
     def count_steps(self, level, steps, seconds=None):
         """Count steps on a level. Without seconds they are charged at what a step takes."""
         if self.given or seconds is None:
@@ -1639,8 +1662,10 @@ class Simulations:
         with closing(make_env(self.args.env, self.args.levels[0])) as env:
             in_batches = hasattr(env, "step_batch")
         # One actor in each process is enough, unless actors are stepped together.
-        num_processes = max(1, len(self.pool.workers)) * NUM_RANKS
-        seeds = draw_seeds(self.args.num_envs if in_batches else num_processes, self.args.seed)
+        num_actors = max(1, len(self.pool.workers)) * NUM_RANKS
+        if in_batches:
+            num_actors = self.args.num_envs
+        seeds = draw_seeds(num_actors, self.args.seed)
         # The first time includes what is done once.
         for _ in range(2):
             self.costs = Costs(self.args)
@@ -1676,9 +1701,11 @@ class Simulations:
         for i, name in enumerate(teams):
             team = self.teams[name]
             team_steps = sum(counts[i] for counts in steps)
-            team_seconds = float(np.mean([times[i] for times in seconds]))
+            team_seconds = None
             # Games of checks have work of their own that is done once.
-            self.costs.count_steps(team.level, team_steps, None if team.options else team_seconds)
+            if not team.options:
+                team_seconds = float(np.mean([times[i] for times in seconds]))
+            self.costs.count_steps(team.level, team_steps, team_seconds)
         return np.concatenate(returns, axis=1), np.concatenate(shown, axis=1)
 
     def close(self):
@@ -1735,7 +1762,8 @@ class WorkerPool:
             return
 
         # A fork shares the memory of all imported libraries, but it is safe on Linux only.
-        context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        start_method = "fork" if sys.platform == "linux" else "spawn"
+        context = multiprocessing.get_context(start_method)
         for i in range(num_workers):
             pipe, end = context.Pipe()
             place = (RANK * num_workers + i, NUM_RANKS * num_workers)
@@ -1908,7 +1936,7 @@ class Run(AbstractContextManager):
         self.signal = None
         self.asked = None  # when a signal asked the run to stop
         self.began = None  # when the current iteration began
-        self.length = None  # of the run, in seconds of its clock
+        self.length = None  # the run's length, in seconds of its clock
         self.evaluated = None  # the rule's best parameters at the last evaluation, and its return
         # The stack closes what is open if this block fails.
         with ExitStack() as self.stack:
@@ -2052,7 +2080,7 @@ class Run(AbstractContextManager):
             "model": self.rule.best or self.model.state_dict(),  # the result, which --eval plays
             "current": self.model.state_dict(),
             "rule": rule,
-            "costs": vars(self.sims.costs),
+            "costs": self.sims.costs.state(),
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
             "counters": self.counters,
@@ -2065,7 +2093,7 @@ class Run(AbstractContextManager):
         state = read_checkpoint(self.run_dir)
         self.model.load_state_dict(state["current"])
         vars(self.rule).update(state["rule"])
-        vars(self.sims.costs).update(state["costs"])
+        self.sims.costs.restore(state["costs"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.counters = state["counters"]
@@ -3035,7 +3063,7 @@ def defaults_of(given):
             defaults["finest_steps"] = case.finest_steps
     if given.schedule == "together" and len(given.levels) != 1:
         defaults |= {"learning_rate": 3e-5, "update_epochs": 10, "num_iterations": 200}
-        defaults["num_steps"] = [100] + [10] * (len(given.levels) - 1)
+        defaults["num_steps"] = [100] + [10 for _ in given.levels[1:]]
         if case and not given.levels:
             defaults["levels"] = [level for level, _ in case.together]
             defaults["num_steps"] = [num_steps for _, num_steps in case.together]
