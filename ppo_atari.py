@@ -975,6 +975,10 @@ class WorkerPool:
         if self.player:
             self.player.close()
         for pipe, _ in self.workers:
+            # A closed pipe alone would not end an idle worker, since forks have inherited this end
+            # of it. A dead worker takes no message.
+            with suppress(OSError):
+                pipe.send(None)
             pipe.close()
         end = time.monotonic() + 10
         for _, process in self.workers:
@@ -1005,9 +1009,12 @@ def work(pipe, seed, make_player, model, index, count):
 
     parent = multiprocessing.parent_process().sentinel
     with closing(make_player(model, index, count)) as player, suppress(EOFError, OSError):
-        # The pool has closed its end of the pipe, or the main process has died: both end this.
+        # The pool sends None when it closes. The main process may also have died.
         while pipe in multiprocessing.connection.wait([pipe, parent]):
-            pipe.send(answer(player, *pipe.recv()))
+            message = pipe.recv()
+            if message is None:
+                break
+            pipe.send(answer(player, *message))
 
 
 # ------------------------------------------------------------------------------------ ranks

@@ -105,7 +105,7 @@ def losses_batch(model, ratios, advantages):
     obs = torch.randn(len(ratios), 3, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         pi, values = model(obs)
-        actions = model.head.sample(pi)
+        actions = torch.from_numpy(model.head.sample(pi.numpy()))
         logprobs = model.head.log_prob(pi, actions) - torch.tensor(ratios).log()
     batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "values": values}
     return batch | {"advantages": torch.tensor(advantages), "returns": values + 1}, values
@@ -195,25 +195,26 @@ def test_explained_variance(values, expected):
 
 
 def scripted_rollout(env_id, words):
-    """Return model, pool, buffer, episodes and args of a rollout in two games.
+    """Return model, pool, buffer and args of a rollout in two games.
 
     Values are V(s) = 100 s_0 + s_1, the policy is the same in all states.
     """
     args = options(f"--env {env_id} --hidden 2 --num-envs 2 {words}")
     model = ppo.make_model(args)
     model.actor = model.critic = nn.Sequential(nn.Identity())
-    (layer,) = model.head.children()
-    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(model.head.output.weight)
     model.value.weight.data = torch.tensor([[100.0, 1.0]])
-    pool = ppo.make_pool(args, model, np.arange(2), 0)
-    pool.call("start")
-    generator = torch.Generator().manual_seed(0)
-    return model, pool, *ppo.rollout(model, pool, args, generator), args
+    pool = ppo.make_pool(args, model)
+    pool.call("start", np.arange(2))
+    buffer = ppo.rollout(model, pool, args, torch.Generator().manual_seed(0))
+    return model, pool, buffer, args
 
 
 def test_rollout_at_ends_of_episodes():
     """Episodes of 2 (truncated), 3 (terminated) and 2 (both) steps; obs = (episode, step)."""
-    _, pool, buffer, episodes, _ = scripted_rollout("envs:Scripted-v0", "--num-steps 8")
+    _, pool, buffer, _ = scripted_rollout("envs:Scripted-v0", "--num-steps 8")
+    assert ppo.finished_episodes(buffer)[::2] == [(3.0, 2), (36.0, 3), (43.0, 2)]
+    assert [game.episode_return for game in pool.player.games] == [31, 31]
     buffer = {name: rows[:, 1] for name, rows in buffer.items()}  # of the second game
     steps = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (3, 0)]
     assert [tuple(row) for row in buffer["obs"].int().tolist()] == steps
@@ -224,15 +225,24 @@ def test_rollout_at_ends_of_episodes():
     # V of where the step led, also at the truncated step 1; what ends for good does not count.
     next_values = buffer["next_values"].where(~buffer["terminated"], torch.tensor(-1.0))
     assert next_values.tolist() == [1, 2, 101, 102, -1, 201, -1, 301]
-    assert episodes[::2] == [(3.0, 2), (36.0, 3), (43.0, 2)]
-    assert pool.arrays["obs"].tolist() == [[3, 1]] * 2
-    assert pool.arrays["episode_return"].tolist() == [31] * 2 and not pool.arrays["ended"].any()
+
+
+def test_next_rollout_goes_on():
+    """It begins where the last one has ended, and leaves the buffer of that one as it was."""
+    model, pool, buffer, args = scripted_rollout("envs:Scripted-v0", "--num-steps 8")
+    before = {name: rows.clone() for name, rows in buffer.items()}
+    after = ppo.rollout(model, pool, args, torch.Generator().manual_seed(1))
+    assert after["obs"][:3, 0].tolist() == [[3, 1], [4, 0], [4, 1]]
+    assert after["truncated"][0].all()
+    assert ppo.finished_episodes(after)[0] == (31 + 32, 2)
+    for name, rows in before.items():
+        assert torch.equal(buffer[name], rows), name
 
 
 def test_advantages_do_not_see_what_follows_termination():
     """δ of a terminated step is r − V, whatever next_values holds there."""
     words = "--num-steps 8 --gamma 0.9 --gae-lambda 0"
-    model, _, buffer, _, args = scripted_rollout("envs:Scripted-v0", words)
+    model, _, buffer, args = scripted_rollout("envs:Scripted-v0", words)
     batch = ppo.make_batch(buffer, model, args)
     advantages = batch["advantages"].view(8, 2)[:, 0]
     assert advantages[4] == 13 - 102 and advantages[6] == 22 - 201
@@ -242,47 +252,76 @@ def test_advantages_do_not_see_what_follows_termination():
 def test_box_actions_are_clipped_for_the_env_only():
     """The env gets actions within its bounds, the buffer keeps what the policy sampled."""
     words = "--num-steps 6 --init-log-std 1"
-    model, pool, buffer, *_ = scripted_rollout("envs:ScriptedBox-v0", words)
+    model, pool, buffer, _ = scripted_rollout("envs:ScriptedBox-v0", words)
     stored = buffer["actions"][:, 0].numpy()
-    received = np.stack(pool.games.games[0].env.unwrapped.actions)
+    received = np.stack(pool.player.games[0].env.unwrapped.actions)
     assert np.abs(stored).max() > 0.5
     np.testing.assert_array_equal(received, stored.clip(-0.5, 0.5))
     expected = model.head.log_prob(torch.zeros(6, 3), buffer["actions"][:, 0])
     torch.testing.assert_close(buffer["logprobs"][:, 0], expected)
 
 
-@pytest.mark.parametrize("words", ["", "--norm-obs"])
-@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1", "envs_spaces:Action-matrix-v0"])
-def test_fast_act_is_the_models(env, words):
-    """For a plain policy `fast_act` gives a NumPy function with the actions of model.act."""
-    args = options(f"--env {env} {words}")
-    model = ppo.make_model(args)
-    for parameter in model.head.parameters():
-        parameter.data += 0.3 * torch.randn(parameter.shape)
-    if words:
-        model.obs_norm.update(torch.randn(9, *model.obs_norm.mean.shape) * 2 + 1)
-    pool = ppo.make_pool(args, model, np.arange(50), 0)
-    act, generator = ppo.fast_act(model), torch.Generator().manual_seed(0)
-    assert act != model.act
-    noises = model.head.noise(5 * 50, generator).view(5, 50, -1).numpy()
-    for noise in [*noises, None]:  # None: the mode
-        pool.arrays["obs"][:] = np.random.default_rng(0).normal(size=pool.arrays["obs"].shape)
-        model.act(pool.arrays, noise)
-        expected = pool.arrays["actions"].copy()
-        pool.arrays["actions"][:] = 0
-        act(pool.arrays, noise)
-        np.testing.assert_allclose(pool.arrays["actions"], expected, rtol=1e-5, atol=1e-5)
+POLICIES = {
+    "one choice": "--env CartPole-v1",
+    "entries": "--env envs_spaces:Action-multi_start-v0",
+    "flags": "--env envs_spaces:Action-square-v0",
+    "masks": "--env envs_spaces:Masked-zero-info-v0 --action-masks",
+    "masks of entries": "--env envs_spaces:Masked-multi-info-v0 --action-masks",
+    "gaussian": "--env envs_spaces:Action-matrix-v0 --init-log-std -0.5",
+    "full covariance": "--env envs_spaces:Action-matrix-v0 --full-covariance",
+    "gru": "--rnn gru --rnn-size 5",
+    "lstm": "--env Pendulum-v1 --rnn lstm --rnn-size 5 --norm-obs",
+    "normaliser": "--norm-obs --shared-net",
+    "relu": "--env Pendulum-v1 --activation relu",
+    "layer norm": "--layer-norm --activation elu",
+}
 
 
-@pytest.mark.parametrize(
-    "words",
-    "--activation relu,--layer-norm,--rnn gru,--action-masks,--env envs_spaces:Action-binary-v0,"
-    "--env Pendulum-v1 --full-covariance".split(","),
-)
-def test_fast_act_of_other_policies(words):
-    """Whatever is not plain acts with torch."""
-    model = ppo.make_model(options(words))
-    assert ppo.fast_act(model) == model.act
+def acted_literally(head, pi, noise):
+    """Return the actions (M, ...) that the head's distribution pi (M, ·) and the noise make."""
+    if isinstance(head, ppo.Gaussian):
+        entries = pi if noise is None else pi + noise
+    else:
+        scores = pi if noise is None else pi + noise
+        parts = scores.split(head.choices, dim=-1)
+        entries = torch.stack([part.argmax(dim=-1) for part in parts], dim=-1)
+    return entries.reshape(len(pi), *head.shape)
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_policy_is_the_models(kind):
+    """`Policy.act`, in NumPy, samples the distribution that `Model.forward`, in torch, gives."""
+    torch.manual_seed(0)
+    model = ppo.make_model(options(f"{POLICIES[kind]} --hidden 8 8"))
+    policy = ppo.Policy(model)
+    for parameter in model.parameters():  # the policy has the model's weights of now
+        parameter.data += 0.5 * torch.randn(parameter.shape)
+    M, obs_dim = 300, model.obs_dim
+    rows = {"obs": torch.randn(M, obs_dim)}
+    if "norm-obs" in POLICIES[kind]:
+        model.obs_norm.update(3 * torch.randn(9, obs_dim, dtype=torch.double) + 1)
+        rows["obs"] = rows["obs"].double()
+    if model.memory is not None:
+        rows |= {"starts": torch.rand(M) < 0.5, "state": torch.randn(M, model.memory.size)}
+    if "action_mask" in model.inputs:
+        rows["action_mask"] = torch.rand(M, model.head.n) < 0.5
+        rows["action_mask"][:, torch.tensor([0, *model.head.choices[:-1]]).cumsum(0)] = True
+    time_major = {name: column.unsqueeze(0) for name, column in rows.items()}
+    with torch.no_grad():
+        pi = model(**time_major)[0][0]
+    arrays = {name: column.numpy() for name, column in rows.items()}
+    noise = model.head.noise(M, torch.Generator().manual_seed(0))
+    for given in (noise, None):
+        actions, state = policy.act(**arrays, noise=None if given is None else given.numpy())
+        expected = acted_literally(model.head, pi, given)
+        torch.testing.assert_close(torch.from_numpy(actions), expected, rtol=1e-4, atol=1e-5)
+        if isinstance(model.head, ppo.Categorical):
+            assert len(expected.reshape(M, -1).unique(dim=0)) > 1
+    if model.memory is not None:
+        with torch.no_grad():
+            x = model.obs_norm(time_major["obs"])
+            _, expected = model.memory(x, time_major["starts"], rows["state"])
+        torch.testing.assert_close(torch.from_numpy(state), expected)
 
 
 # Update -------------------------------------------------------------------------------------------
@@ -381,12 +420,12 @@ def progress(run_dir):
 
 
 def test_run_config(run):
-    """config.json has all options and versions; the folder's name says what ran."""
+    """config.json has the options; the folder's name says what ran."""
     config = json.loads((run.run_dir / "config.json").read_text())
-    assert config["options"]["learning_rate"] == 1e-3
-    assert config["options"]["env"] == "CartPole-v1"
-    assert config["versions"]["torch"] == torch.__version__
-    assert {"python", "gymnasium", "numpy"} <= config["versions"].keys()
+    expected = {name: value for name, value in vars(run.args).items() if name in config}
+    assert config == expected
+    assert vars(run.args).keys() - config.keys() == set(ppo.NOT_KEPT)
+    assert config["learning_rate"] == 1e-3 and config["env"] == "CartPole-v1"
     assert run.run_dir.name.startswith("CartPole-v1__ppo__1__")
 
 
@@ -410,13 +449,13 @@ def test_run_progress(run):
 
 
 def test_run_checkpoint(run):
-    """checkpoint.pt loads without running code; it has model, optimizer, counters and games."""
+    """checkpoint.pt loads without running code; it has model, optimizer and counters."""
     state = torch.load(run.run_dir / "checkpoint.pt", weights_only=True)
     assert state["counters"]["iteration"] == 4 and state["counters"]["global_step"] == 512
     for name, value in run.model.state_dict().items():
         assert torch.equal(state["model"][name], value)
     assert float(state["optimizer"]["state"][0]["step"]) == 4 * 2 * 2
-    assert state["games"].dtype == torch.uint8
+    assert torch.equal(state["generator"], run.generator.get_state())
     assert not list(run.run_dir.glob("*partial*"))
 
 
@@ -434,22 +473,6 @@ def test_run_tensorboard(run):
     assert [event.step for event in values] == [128, 256, 384, 512]
     expected = [row["value_loss"] for row in run.history[1:]]
     assert [event.value for event in values] == pytest.approx(expected)
-
-
-def test_run_tensorboard_options(run):
-    """TensorBoard's tab HParams has the options of config.json, in the run itself."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams import metadata
-
-    events = EventAccumulator(str(run.run_dir)).Reload()
-    content = events.PluginTagToContent("hparams")[metadata.SESSION_START_INFO_TAG]
-    shown = metadata.parse_session_start_info_plugin_data(content).hparams
-    options = json.loads((run.run_dir / "config.json").read_text())["options"]
-    assert shown.keys() == options.keys()
-    assert shown["learning_rate"].number_value == options["learning_rate"] == 1e-3
-    assert shown["anneal_lr"].string_value == "True"
-    assert shown["hidden"].string_value == str(options["hidden"])
-    assert len(list(run.run_dir.rglob("events*"))) == 1
 
 
 @pytest.mark.parametrize("num_workers", ["0", "1", "2"])
@@ -516,14 +539,15 @@ def test_evaluations_begin_alike(tmp_path):
     assert returns.mean() == pytest.approx(run.history[-1]["eval_return"], rel=1e-6)
 
 
-@pytest.mark.parametrize("steps, episode_return, cut", [(1, 1, 2), (2, 3, 0), (9, 3, 0)])
-def test_evaluation_is_cut_off(monkeypatch, steps, episode_return, cut):
-    """An evaluation of episodes of two steps, rewards 1 and 2: the first counts, or its begin."""
-    monkeypatch.setattr(ppo, "EVAL_STEPS", steps)
+def test_episode_that_never_ends(monkeypatch):
+    """An evaluation plays first episodes of two steps, rewards 1 and 2; one step is too few."""
     args = options("--env envs:Scripted-v0 --eval-episodes 2")
     model = ppo.make_model(args)
-    returns, unfinished = ppo.evaluate(model, ppo.make_eval_pool(args, model))
-    assert returns.tolist() == [episode_return] * 2 and unfinished == cut
+    monkeypatch.setattr(ppo, "MOST_STEPS", 2)
+    assert ppo.evaluate(model, args).tolist() == [3, 3]
+    monkeypatch.setattr(ppo, "MOST_STEPS", 1)
+    with pytest.raises(ppo.GameError, match="envs:Scripted-v0: an episode takes over 1 steps"):
+        ppo.evaluate(model, args)
 
 
 def test_video(run, monkeypatch, tmp_path):
@@ -532,7 +556,7 @@ def test_video(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     words = ["--eval", str(run.run_dir), "--eval-episodes", "1", "--video"]
     returns = ppo.evaluate_run(ppo.parse_args(words))
-    video = cv2.VideoCapture(str(run.run_dir / "video.mp4"))
+    video = cv2.VideoCapture(str(run.run_dir / "rl-video-episode-0.mp4"))
     readable, picture = video.read()
     frames = video.get(cv2.CAP_PROP_FRAME_COUNT)
     video.release()
@@ -545,9 +569,9 @@ def test_save_every(monkeypatch, tmp_path, save_every, expected):
     """Checkpoints are written every so many iterations, and at the end."""
     saved, real = [], ppo.Run.save
 
-    def save(run, **how):
+    def save(run):
         saved.append(run.iteration)
-        real(run, **how)
+        real(run)
 
     monkeypatch.setattr(ppo.Run, "save", save)
     train(tmp_path, "--num-iterations", "5", "--save-every", save_every)
@@ -569,7 +593,7 @@ def test_status_lines(capsys, tmp_path):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and str(run_dir) in lines[-1]
     for i, line in enumerate(lines[:2], start=1):
-        assert re.search(rf"update {i}/2 .*{128 * i}.*ETA", line)
+        assert re.search(rf"update {i} \({i / 2:.0%}\) .*{128 * i}.*ETA", line)
 
 
 @pytest.mark.slow
