@@ -80,7 +80,7 @@ import functools
 import io
 import json
 import math
-import multiprocessing.connection
+import multiprocessing
 import os
 import random
 import re
@@ -1281,8 +1281,10 @@ class WorkerPool:
         context = multiprocessing.get_context(start_method)
         for i in range(num_workers):
             pipe, end = context.Pipe()
+            # A fork has copies of this process's ends of all pipes, which it must close.
+            copies = [pipe, *(other for other, _ in self.workers)]
             place = (RANK * num_workers + i, NUM_RANKS * num_workers)
-            arguments = (end, args.seed, make_player, self.model, *place)
+            arguments = (end, copies, args.seed, make_player, self.model, *place)
             process = context.Process(target=work, args=arguments, daemon=True)
             process.start()
             end.close()
@@ -1328,16 +1330,16 @@ class WorkerPool:
         if self.player:
             self.player.close()
         for pipe, _ in self.workers:
-            # A closed pipe alone would not end an idle worker, since forks have inherited this end
-            # of it. A dead worker takes no message.
-            with suppress(OSError):
-                pipe.send(None)
             pipe.close()
         end = time.monotonic() + 10
-        for _, process in self.workers:
-            process.join(max(0, end - time.monotonic()))
-            process.kill()
-            process.join()
+        try:
+            for _, process in self.workers:
+                process.join(max(0, end - time.monotonic()))
+        finally:
+            # A Ctrl-C may have ended the waiting.
+            for _, process in self.workers:
+                process.kill()
+                process.join()
 
 
 def answer(player, command, arguments):
@@ -1350,8 +1352,11 @@ def answer(player, command, arguments):
         return GameError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
-def work(pipe, seed, make_player, model, index, count):
+def work(pipe, copies, seed, make_player, model, index, count):
     """Be a worker: make a player, and have it carry out one command after the other."""
+    # A pipe is closed when no process has its other end any more.
+    for other_end in copies:
+        other_end.close()
     # Both signals are the main process's to handle. SIGTERM is not ignored by SIG_IGN, which
     # programs that a game starts would inherit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -1360,14 +1365,10 @@ def work(pipe, seed, make_player, model, index, count):
     torch.set_num_threads(1)
     seed_generators(seed + index)
 
-    parent = multiprocessing.parent_process().sentinel
     with closing(make_player(model, index, count)) as player, suppress(EOFError, OSError):
-        # The pool sends None when it closes. The main process may also have died.
-        while pipe in multiprocessing.connection.wait([pipe, parent]):
-            message = pipe.recv()
-            if message is None:
-                break
-            pipe.send(answer(player, *message))
+        # The pool has closed its end of the pipe, or the main process has died: both end this.
+        while True:
+            pipe.send(answer(player, *pipe.recv()))
 
 
 # ------------------------------------------------------------------------------------ ranks
