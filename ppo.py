@@ -189,13 +189,14 @@ def train(args):
     model = make_model(args)
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = make_optimizer(model, args)
+    rates = [group["lr"] for group in optimizer.param_groups]
 
     with Run(args, model, optimizer, generator) as run:
         run.begin()
         while run.goes_on():
             if not args.adaptive_lr:
                 remaining = 1 - run.share_done() if args.anneal_lr else 1
-                scale_learning_rates(optimizer, remaining)
+                set_learning_rates(optimizer, rates, remaining)
 
             # Sample: T steps in each of N environments with the policy π_old.
             buffer = rollout(model, run.pool, args, generator)
@@ -237,11 +238,10 @@ def make_optimizer(model, args):
     return torch.optim.Adam(groups, eps=1e-5, fused=True)
 
 
-def scale_learning_rates(optimizer, factor):
+def set_learning_rates(optimizer, rates, factor):
     """Set the rate of each parameter group to its initial rate times a factor."""
-    for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
-        group["lr"] = group["initial_lr"] * factor
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate * factor
 
 
 # ------------------------------------------------------------------------------------ rollout

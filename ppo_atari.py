@@ -174,8 +174,10 @@ def train(args):
         run.begin()
         while run.goes_on():
             remaining = 1 - run.share_done()
+            learning_rate = args.learning_rate
             if args.anneal_lr:
-                optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+                learning_rate = args.learning_rate * remaining
+            optimizer.param_groups[0]["lr"] = learning_rate
             clip_coef = args.clip_coef
             if args.anneal_clip:
                 clip_coef = args.clip_coef * remaining

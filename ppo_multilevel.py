@@ -228,8 +228,10 @@ def train(args, rule=None):
     with Run(args, model, optimizer, generator, rule) as run:
         run.begin()
         while run.goes_on():
+            learning_rate = args.learning_rate
             if args.anneal_lr:
-                optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - run.share_done())
+                learning_rate = args.learning_rate * (1 - run.share_done())
+            optimizer.param_groups[0]["lr"] = learning_rate
 
             # Sample: T^l steps on each level of the plan. This is one level if adaptive, all if
             # together. In the latter actors above the coarsest level play in pairs.

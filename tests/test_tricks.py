@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from contextlib import closing
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -56,8 +57,7 @@ def lively(monkeypatch):
 
     def make_model(args):
         model = real(args)
-        layer = model.head.logits if hasattr(model.head, "logits") else model.head.mean
-        layer.weight.data *= 100
+        model.head.output.weight.data *= 100
         return model
 
     monkeypatch.setattr(ppo, "make_model", make_model)
@@ -128,29 +128,28 @@ def test_running_norm_limit():
 def test_norm_obs(monkeypatch, tmp_path, rnn):
     """The policy sees observations normalised by all those of the iterations before."""
     lively(monkeypatch)
-    seen, acted, make_model, act = {}, [], ppo.make_model, ppo.Model.act
+    seen, scores, as_function, sample = [], [], ppo.as_function, ppo.Categorical.sample
 
-    def hooked_model(args):
-        model = make_model(args)
-        layer = model.memory if rnn else model.actor
-        layer.register_forward_pre_hook(lambda _, x: seen.update(x=x[0].clone().view(-1, 3)))
-        model.head.register_forward_hook(lambda _, x, logp: seen.update(logp=logp.clone()))
-        return model
+    def watched(module):
+        function = as_function(module)
+        if type(module) is not ppo.RunningNorm:
+            return function
+        return lambda obs: seen.append(function(obs)) or seen[-1]
 
-    def hooked_act(*args):
-        act(*args)
-        acted.append((seen["x"], seen["logp"]))
+    def watched_sample(head, logits, *rest):
+        scores.append(torch.from_numpy(logits.copy()))
+        return sample(head, logits, *rest)
 
-    monkeypatch.setattr(ppo, "make_model", hooked_model)
-    monkeypatch.setattr(ppo.Model, "act", hooked_act)
-    monkeypatch.setattr(ppo, "fast_act", lambda model: model.act)  # has a test of its own
+    monkeypatch.setattr(ppo, "as_function", watched)
+    monkeypatch.setattr(ppo.Categorical, "sample", watched_sample)
     rollouts, losses = spy(monkeypatch, "rollout"), spy(monkeypatch, "losses")
     run = train(tmp_path, "--norm-obs", *rnn)
-    obs = [rollout.result[0]["obs"].numpy() for rollout in rollouts]  # (T, N, D) per iteration
-    for i, (rollout, _) in enumerate(call.result for call in rollouts):
-        x, logp = (torch.stack(tensors) for tensors in zip(*acted[i * T : (i + 1) * T]))
+    obs = [rollout.result["obs"].numpy() for rollout in rollouts]  # (T, N, D) per iteration
+    for i, rollout in enumerate(call.result for call in rollouts):
+        x = np.stack(seen[i * T : (i + 1) * T])
         before = np.concatenate(obs[:i] or [[-1.0, 1.0]]).reshape(-1, 3 if i else 1)
         close(x, ((obs[i] - before.mean(axis=0)) / before.std(axis=0)).clip(-10, 10), atol=1e-4)
+        logp = torch.stack(scores[i * T : (i + 1) * T]).log_softmax(dim=-1)
         close(rollout["logprobs"], logp.gather(-1, rollout["actions"][..., None])[..., 0])
     everything = np.concatenate(obs).reshape(-1, 3)
     close(run.model.obs_norm.mean, everything.mean(axis=0))
@@ -208,25 +207,24 @@ def test_rewards_are_cut():
 
 def test_discounted_sums_begin_anew(monkeypatch):
     """Game by game they are Σ_k γ^k r_{t−k} over the episode so far, whenever it began."""
-    args = ppo.parse_args("--env envs:Scripted-v0 --gamma 0.9".split())
+    args = ppo.parse_args("--env envs:Scripted-v0 --gamma 0.9 --num-envs 3 --num-steps 32".split())
     rng = np.random.default_rng(0)
-    rewards, ended = rng.normal(3, 2, (60, 3)), rng.random((60, 3)) < 0.2
-    model, seen = ppo.make_model(args), []
-    with ppo.closing(ppo.make_pool(args, model, np.arange(3), 0)) as pool:
-        pool.call("start")
-        games = pool.games.games
-        for t in range(60):
-            for n in range(3):
-                obs, flags = pool.arrays["obs"][n].copy(), (bool(ended[t, n]), False, {})
-                step = (obs, float(rewards[t, n]), *flags)
-                monkeypatch.setattr(games[n].env, "step", lambda action, step=step: step)
-            pool.call("step")
-            seen.append(pool.arrays["discounted"].copy())
+    rewards, ended = rng.normal(3, 2, (64, 3)), rng.random((64, 3)) < 0.2
+    model = ppo.make_model(args)
+    pool = ppo.make_pool(args, model)
+    pool.call("start", np.arange(3))
+    for n, game in enumerate(pool.player.games):
+        pairs = zip(rewards[:, n], ended[:, n])
+        steps = iter([(np.zeros(2), reward, bool(end), False, {}) for reward, end in pairs])
+        monkeypatch.setattr(game.env, "step", lambda action, steps=steps: next(steps))
+    generator = torch.Generator()
+    rollouts = [ppo.rollout(model, pool, args, generator) for _ in range(2)]
+    seen = torch.cat([buffer["discounted"] for buffer in rollouts])
     for n in range(3):
         running = 0.0
-        for t in range(60):
+        for t in range(64):
             running = rewards[t, n] + 0.9 * running
-            assert seen[t][n] == pytest.approx(running, rel=1e-5)
+            assert seen[t, n] == pytest.approx(running, rel=1e-5)
             running *= not ended[t, n]
 
 
@@ -237,14 +235,14 @@ def test_norm_reward(monkeypatch, tmp_path):
     run, plain = train(tmp_path, "--norm-reward", *options), train(tmp_path, *options)
     raw = []
     for call in rollouts[:3]:
-        buffer = {name: rows.numpy() for name, rows in call.result[0].items()}
+        buffer = {name: rows.numpy() for name, rows in call.result.items()}
         raw.append((buffer["rewards"], buffer["terminated"] | buffer["truncated"]))
     assert raw[0][0].max() > 30  # 10 · episode + step
     for call, expected in zip(advantages, reward_norm_literal(raw, 0.9)):
         close(call.args[0], expected)
     returns = [row["episodic_return"] for row in run.history]
     assert returns == [row["episodic_return"] for row in plain.history]
-    episodes = rollouts[0].result[1]
+    episodes = ppo.finished_episodes(rollouts[0].result)
     assert returns[0] == pytest.approx(np.mean([pair[0] for pair in episodes]))
     assert run.model.reward_norm.count == 3 * T * N
 
@@ -264,12 +262,13 @@ def statistics(state):
 
 
 def test_statistics_are_in_the_checkpoint(normalised_run):
-    """checkpoint.pt has mean, variance and count of all three."""
-    kept = statistics(ppo.Checkpoint(normalised_run.run_dir).read()["model"])
+    """checkpoint.pt has mean, variance, deviation and count of all three."""
+    kept = statistics(ppo.read_checkpoint(normalised_run.run_dir)["model"])
     for norm in ("obs_norm", "reward_norm", "value_norm"):
         assert kept[f"{norm}.count"] == 3 * T * N and (kept[f"{norm}.var"] != 1).all()
-        assert torch.equal(kept[f"{norm}.mean"], getattr(normalised_run.model, norm).mean)
-        assert torch.equal(kept[f"{norm}.var"], getattr(normalised_run.model, norm).var)
+        for name in ("mean", "var", "std"):
+            expected = getattr(getattr(normalised_run.model, norm), name)
+            assert torch.equal(kept[f"{norm}.{name}"], expected)
 
 
 def test_statistics_are_loaded_and_frozen_in_evaluation(normalised_run, monkeypatch):
@@ -280,7 +279,7 @@ def test_statistics_are_loaded_and_frozen_in_evaluation(normalised_run, monkeypa
     returns = ppo.evaluate_run(ppo.parse_args(["--eval", str(normalised_run.run_dir)]))
     assert returns.mean() == normalised_run.history[-1]["eval_return"]
     expected = statistics(normalised_run.model.state_dict())
-    assert len(expected) == 9
+    assert len(expected) == 3 * 4
     for model in (calls[0].args[0], models[-1]):  # before and after
         for name, value in statistics(model.state_dict()).items():
             assert torch.equal(value, expected[name]), name
@@ -294,16 +293,17 @@ def test_statistics_go_on_in_a_resumed_run(normalised_run, tmp_path):
         assert norm.count == 4 * T * N
 
 
-@pytest.mark.parametrize(
-    "words", ["--eval {} --no-norm-obs", "--resume {} --learning-rate 5e-4", "--resume {} --seed 2"]
-)
-def test_other_options_than_the_runs_are_refused(normalised_run, capsys, words):
-    """Statistics, or how a run learns, are those of the run: else an error of one line."""
+def test_command_line_wins(normalised_run, tmp_path, capsys):
+    """A resumed run learns at the rate that is given; statistics are as in the run, or refused."""
+    run_dir = shutil.copytree(normalised_run.run_dir, tmp_path / "copy")
+    words = f"--resume {run_dir} --num-iterations 6 --learning-rate 4e-3 --no-anneal-lr --quiet"
+    run = ppo.train(ppo.parse_args(words.split()))
+    assert [row["learning_rate"] for row in run.history[-3:]] == [4e-3] * 3
+    assert json.loads((run_dir / "config.json").read_text())["learning_rate"] == 4e-3
     with pytest.raises(SystemExit) as error:
-        ppo.parse_args(words.format(normalised_run.run_dir).split())
+        ppo.parse_args(["--eval", str(run_dir), "--no-norm-obs"])
     assert error.value.code == 2
-    name = words.split()[2].replace("--no-", "--")
-    pattern = rf"ppo.py: error: argument {name}: the run has .*\n"
+    pattern = r"ppo.py: error: cannot use the run in .*obs_norm.*\n"
     assert re.fullmatch(pattern, capsys.readouterr().err)
 
 
@@ -354,7 +354,7 @@ def test_norm_value(monkeypatch, tmp_path, rnn):
     run = train(tmp_path, "--norm-value", *rnn)
     returns = []
     for i, (rollout, made, updated) in enumerate(zip(rollouts, batches, updates)):
-        model, buffer = rollout.args[0], rollout.result[0]
+        model, buffer = rollout.args[0], rollout.result
         mean, std = model.value_norm.mean, (model.value_norm.var + 1e-8).sqrt()
         assert i == 0 or (mean > 2 and std > 1)  # rewards of about 6
         with torch.no_grad():
@@ -408,7 +408,7 @@ def buffers_and_advantages(monkeypatch, log_dir, *options):
     rollouts, updates = spy(monkeypatch, "rollout"), spy(monkeypatch, "update")
     train(log_dir, *options)
     columns = [call.args[2]["advantages"].view(T, N) for call in updates]
-    return [(call.result[0], column) for call, column in zip(rollouts, columns)]
+    return [(call.result, column) for call, column in zip(rollouts, columns)]
 
 
 @pytest.mark.parametrize("bootstrap", [True, False])
@@ -459,9 +459,8 @@ def adapted_rates(monkeypatch, rates, *kls):
     monkeypatch.setattr(ppo, "losses", lambda *_: next(losses))
     words = f"--adaptive-lr 0.01 --update-epochs {len(kls)} --num-minibatches {len(kls[0])}"
     args = ppo.make_parser().parse_args(words.split())
-    model = SimpleNamespace(device="cpu", gradient=torch.zeros(2), parameters=list)
+    model = SimpleNamespace(parameters=list)
     other = nn.Parameter(torch.zeros(1))
-    weight.grad, other.grad = model.gradient.split(1)
     groups = [{"params": [weight], "lr": rates[0]}, {"params": [other]}]
     optimizer = torch.optim.SGD(groups, lr=rates[1])
     ppo.update(model, optimizer, {"advantages": torch.zeros(8)}, args, torch.Generator())
@@ -619,7 +618,7 @@ def test_approx_kl_is_the_exact_kl_on_average(monkeypatch):
     monkeypatch.setattr(ppo, "losses", lambda *_: terms)
     words = "--kl-coef 1 --update-epochs 1 --num-minibatches 1 --norm-adv off --max-grad-norm 1e9"
     args = ppo.make_parser().parse_args(words.split())
-    model = SimpleNamespace(device="cpu", parameters=lambda: [logits])
+    model = SimpleNamespace(parameters=lambda: [logits])
     optimizer, batch = torch.optim.SGD([logits], 0.1), {"advantages": torch.zeros(4)}
     kl = ppo.update(model, optimizer, batch, args, torch.Generator())["approx_kl"]
     with torch.no_grad():
@@ -669,8 +668,8 @@ def test_kl_coef_holds_the_policy():
     for kl_coef in (0.0, 1.0, 100.0):
         torch.manual_seed(0)
         model = make_model("--hidden 8")
-        model.head.logits.bias.data = OLD.log()
-        model.head.logits.weight.data.zero_()
+        model.head.output.bias.data = OLD.log()
+        model.head.output.weight.data.zero_()
         args = update_args(kl_coef=kl_coef, update_epochs=50, clip_coef=10.0)
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         ppo.update(model, optimizer, kl_batch(model), args, torch.Generator())
@@ -705,7 +704,7 @@ def test_hidden_layers(tmp_path, activation, layer_norm):
     model = ppo.make_model(parse(tmp_path, *options))
     obs = np.random.default_rng(0).normal(size=(5, 3))
     assert model.critic is not model.actor
-    for net, last in ((model.actor, model.head.logits), (model.critic, model.value)):
+    for net, last in ((model.actor, model.head.output), (model.critic, model.value)):
         x, linear = obs, [layer for layer in net if isinstance(layer, nn.Linear)]
         assert [layer.out_features for layer in linear] == [16, 6]
         for layer in (*linear, last):
@@ -718,7 +717,7 @@ def test_hidden_layers(tmp_path, activation, layer_norm):
                 )
             x = FUNCTIONS[activation](x)
         actual = model(torch.tensor(obs, dtype=torch.float32))[
-            0 if last is model.head.logits else 1
+            0 if last is model.head.output else 1
         ]
         if last is model.value:
             close(actual, x[:, 0])
@@ -743,7 +742,7 @@ BOX_OPTIONS = "--env envs_tricks:NoiseBox-v0 --init-log-std -0.7"
 def test_initialisation(tmp_path, options, rnn):
     """Orthogonal weights of gain √2, 0.01 (policy) and 1 (value, memory); zero biases."""
     model = ppo.make_model(parse(tmp_path, *options.split(), *rnn.split()))
-    gains, linear = {[*model.head.children()][0]: 0.01, model.value: 1.0}, []
+    gains, linear = {model.head.output: 0.01, model.value: 1.0}, []
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
             linear.append(layer)
@@ -781,7 +780,7 @@ def sgd_step(monkeypatch, log_dir, *options):
     one += "--learning-rate 1 --max-grad-norm 1e9 --gamma 0.9".split()
     after = train(log_dir, *one, *options).model
     (call,) = rollouts
-    before, buffer = call.args[0], call.result[0]
+    before, buffer = call.args[0], call.result
     changes = {}
     for (name, new), old in zip(after.named_parameters(), before.parameters()):
         changes[name] = (new - old).detach()
@@ -792,10 +791,10 @@ def textbook(model, features, actions):
     """Return log π(a|s), V(s) and H(π(·|s)) by torch.distributions."""
     h = model.actor(features)
     values = model.value(model.critic(features)).squeeze(-1)
-    if hasattr(model.head, "logits"):
-        pi = torch.distributions.Categorical(logits=model.head.logits(h))
+    if isinstance(model.head, ppo.Categorical):
+        pi = torch.distributions.Categorical(logits=model.head.output(h))
         return pi.log_prob(actions), values, pi.entropy()
-    pi = torch.distributions.Normal(model.head.mean(h), model.head.log_std.exp())
+    pi = torch.distributions.Normal(model.head.output(h), model.head.log_std.exp())
     return pi.log_prob(actions).sum(dim=-1), values, pi.entropy().sum(dim=-1)
 
 
@@ -915,7 +914,7 @@ def test_memory_over_rollouts(monkeypatch, tmp_path, rnn, options):
     rollouts = spy(monkeypatch, "rollout")
     rates = "--learning-rate 1e-30 --num-iterations 2".split()  # the policy stays what it is
     train(tmp_path, "--rnn", rnn, "--rnn-size", "8", *rates, *options.split())
-    model, buffers = rollouts[0].args[0], [call.result[0] for call in rollouts]
+    model, buffers = rollouts[0].args[0], [call.result for call in rollouts]
     assert all(b["terminated"][:-1].any() and b["truncated"][:-1].any() for b in buffers)
     with torch.no_grad():
         logprobs, values, next_values, _ = stepwise(model, buffers)
@@ -1028,13 +1027,15 @@ def test_recurrent_run_is_reproducible(recurrent_run, tmp_path, options):
 
 
 def test_recurrent_evaluations_repeat(recurrent_run):
-    """What a pool's memory holds from one evaluation does not count in the next."""
+    """What a player's memory holds from one evaluation does not count in the next."""
     args = ppo.parse_args(["--eval", str(recurrent_run.run_dir)])
-    with ppo.closing(ppo.make_eval_pool(args, recurrent_run.model)) as pool:
-        first, _ = ppo.evaluate(recurrent_run.model, pool)
-        pool.arrays["next_state"][:] = 5.0
-        second, _ = ppo.evaluate(recurrent_run.model, pool)
+    with closing(ppo.Player(args, recurrent_run.model)) as player:
+        first = player.play_episodes(np.arange(N))
+        player.rows["state"][:] = 5.0
+        second = player.play_episodes(np.arange(N))
     assert first.tolist() == second.tolist()
+    returns = ppo.evaluate(recurrent_run.model, args)
+    assert len(set(returns.tolist())) == args.eval_episodes
 
 
 def test_recurrent_run_needs_games_for_all_minibatches(capsys, tmp_path):
@@ -1042,7 +1043,7 @@ def test_recurrent_run_needs_games_for_all_minibatches(capsys, tmp_path):
     with pytest.raises(SystemExit) as error:
         parse(tmp_path, "--rnn", "gru", "--num-minibatches", "8")
     assert error.value.code == 2
-    pattern = r"ppo.py: error: argument --num-minibatches: .* are not 8 equal minibatches .*\n"
+    pattern = r"ppo.py: error: argument --num-minibatches: 8, over all ranks, must divide .*\n"
     assert re.fullmatch(pattern, capsys.readouterr().err)
     parse(tmp_path, "--num-minibatches", "8")
 
@@ -1056,7 +1057,7 @@ def test_recurrent_resume(recurrent_run, tmp_path):
     assert [row["iteration"] for row in run.history] == [1, 2, 3, 4]
     with (run_dir / "progress.csv").open() as file:
         assert [row["iteration"] for row in csv.DictReader(file)] == ["1", "2", "3", "4"]
-    assert json.loads((run_dir / "config.json").read_text())["options"]["rnn"] == "lstm"
+    assert json.loads((run_dir / "config.json").read_text())["rnn"] == "lstm"
 
 
 def play_literal(model, env, seed):
@@ -1066,27 +1067,22 @@ def play_literal(model, env, seed):
     while not ended:
         x = torch.tensor(obs, dtype=torch.float32).view(1, 1, -1)
         h, state = model.memory.rnn(x, state)
-        action = int(model.head.logits(model.actor(h[0, 0])).argmax())
+        action = int(model.head.output(model.actor(h[0, 0])).argmax())
         obs, reward, terminated, truncated, _ = env.step(action)
         total, ended = total + reward, terminated or truncated
     return total
 
 
 @pytest.mark.parametrize("rnn", RNNS)
-def test_recurrent_eval_and_video(monkeypatch, tmp_path, rnn):
-    """--eval plays the checkpoint's policy with its memory; --video films it."""
-    cv2 = pytest.importorskip("cv2")
+def test_recurrent_eval(monkeypatch, tmp_path, rnn):
+    """--eval plays the checkpoint's policy with its memory."""
     lively(monkeypatch)
     run = train(tmp_path, "--env", "CartPole-v1", "--rnn", rnn, "--rnn-size", "8")
-    options = ["--eval", str(run.run_dir), "--eval-episodes", "2", "--video"]
+    options = ["--eval", str(run.run_dir), "--eval-episodes", "2"]
     returns = ppo.evaluate_run(ppo.parse_args(options))
-    with ppo.closing(gym.make("CartPole-v1")) as env:
+    with closing(gym.make("CartPole-v1")) as env:
         expected = [play_literal(run.model, env, ppo.EVAL_SEED + i) for i in range(2)]
     assert returns.tolist() == expected
-    video = cv2.VideoCapture(str(run.run_dir / "video.mp4"))
-    frames = video.get(cv2.CAP_PROP_FRAME_COUNT)
-    video.release()
-    assert abs(frames - returns[0]) <= 1
 
 
 def test_all_together(monkeypatch, tmp_path):
