@@ -399,6 +399,18 @@ def test_loss_that_is_not_finite_reaches_no_weight():
     assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before)
 
 
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_update_is_that_of_peers(monkeypatch, env):
+    """From one rollout it gives the weights of Stable-Baselines3 and of skrl, but for rounding."""
+    pytest.importorskip("stable_baselines3")
+    pytest.importorskip("skrl")
+    monkeypatch.syspath_prepend(Path(__file__).parent / "benchmarks")
+    import peers
+
+    for advantages, weights in peers.compare(env).values():
+        assert advantages < 1e-5 and weights < 1e-4
+
+
 # Runs ---------------------------------------------------------------------------------------------
 
 

@@ -54,9 +54,8 @@ class Rollout(BaseCallback):
 
 def weights_of(policy):
     """Return a copy of the weights of a policy of Stable-Baselines3, under our names."""
-    head = "head.mean" if hasattr(policy, "log_std") else "head.logits"
     names = {"mlp_extractor.policy_net": "actor", "mlp_extractor.value_net": "critic"}
-    names |= {"action_net": head, "value_net": "value", "log_std": "head.log_std"}
+    names |= {"action_net": "head.output", "value_net": "value", "log_std": "head.log_std"}
     weights = {}
     for name, weight in policy.state_dict().items():
         for theirs, our in names.items():
@@ -128,10 +127,8 @@ def skrl(env, ent_coef, rows, weights):
     with gym.make(env) as made:
         spaces = {"observation_space": made.observation_space, "action_space": made.action_space}
     spaces["device"] = "cpu"
-    head, mixin = "head.logits", CategoricalMixin
-    if "head.log_std" in weights:
-        head, mixin = "head.mean", GaussianMixin
-    policy = skrl_model(mixin, ("actor.0", "actor.2", head), weights, spaces)
+    mixin = GaussianMixin if "head.log_std" in weights else CategoricalMixin
+    policy = skrl_model(mixin, ("actor.0", "actor.2", "head.output"), weights, spaces)
     value = skrl_model(DeterministicMixin, ("critic.0", "critic.2", "value"), weights, spaces)
     cfg = {"rollouts": T, "learning_epochs": K, "mini_batches": 1, "learning_rate": LR}
     cfg |= {"entropy_loss_scale": ent_coef, "value_loss_scale": 0.5, "value_clip": 0.0}
@@ -158,23 +155,31 @@ def skrl(env, ent_coef, rows, weights):
     return memory.get_tensor_by_name("advantages")[..., 0], after
 
 
+def compare(env):
+    """Return {peer: (largest difference of advantages, of weights)}, relative as said above."""
+    rows, weights, after_sb3 = sb3(env, ENVS[env])
+    advantages, after = ours(env, ENVS[env], rows, weights)
+    way = max(float((after[name] - weights[name]).abs().max()) for name in weights)
+    theirs = {"Stable-Baselines3": (rows["advantages"], after_sb3)}
+    theirs["skrl"] = skrl(env, ENVS[env], rows, weights)
+    differences = {}
+    for peer, (their, then) in theirs.items():
+        our = ppo.normalised(advantages) if peer == "skrl" else advantages
+        error = float((our - their).abs().max() / our.std())
+        far = max(float((after[name] - then[name]).abs().max()) for name in weights)
+        differences[peer] = error, far / way
+    return differences
+
+
 def main():
     """Compare, write the file."""
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     torch.set_num_threads(1)
     origin = pairs.origin("stable_baselines3", "skrl")
     table = [["env", "peer", "advantages", "weights", *origin]]
-    for env, ent_coef in ENVS.items():
-        rows, weights, after_sb3 = sb3(env, ent_coef)
-        advantages, after = ours(env, ent_coef, rows, weights)
-        way = max(float((after[name] - weights[name]).abs().max()) for name in weights)
-        theirs = {"Stable-Baselines3": (rows["advantages"], after_sb3)}
-        theirs["skrl"] = skrl(env, ent_coef, rows, weights)
-        for peer, (their, then) in theirs.items():
-            our = ppo.normalised(advantages) if peer == "skrl" else advantages
-            error = float((our - their).abs().max() / our.std())
-            far = max(float((after[name] - then[name]).abs().max()) for name in weights)
-            row = [env, peer, f"{error:.1e}", f"{far / way:.1e}"]
+    for env in ENVS:
+        for peer, (advantages, weights) in compare(env).items():
+            row = [env, peer, f"{advantages:.1e}", f"{weights:.1e}"]
             table.append([*row, *origin.values()])
             print(*row, flush=True)
     with RESULTS.open("w", newline="") as file:
