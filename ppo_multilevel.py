@@ -844,12 +844,15 @@ def play_alike(model, sims, measurement):
 def start_alike(shown):
     """Whether first observations (L, N, D) of all levels vary with the finest level's.
 
-    Levels that start alike have a correlation of at least 0.66, levels that do not one near 0.
+    They do if those of the finest level are all the same. Otherwise levels that start alike have a
+    correlation of at least 0.66, levels that do not one near 0.
     """
-    centred = shown - shown.mean(axis=1, keepdims=True)
+    if np.allclose(shown[-1], shown[-1, 0], rtol=1e-4, atol=1e-6):
+        return True
+    centred = shown - shown.mean(axis=1, keepdims=True, dtype=float)
     agreement = (centred * centred[-1]).sum(axis=(1, 2))  # (L,)
     scale = np.sqrt((centred**2).sum(axis=(1, 2)) * agreement[-1])
-    return bool((agreement >= 0.5 * scale).all())
+    return bool((agreement > 0.5 * scale).all())
 
 
 def correlations(returns, starts):
@@ -3041,6 +3044,9 @@ def parse_args(argv=None):
         options = json.loads((Path(run_dir) / "config.json").read_text())
         if any(getattr(given, name) for name in LENGTHS):
             options |= dict.fromkeys(LENGTHS)
+        if given.eval and given.levels:
+            # The run's own are those of its levels.
+            options |= {"level_costs": None, "num_steps": options["num_steps"][:1]}
         parser.set_defaults(**options)
     else:
         parser.set_defaults(**defaults_of(given))
@@ -3100,7 +3106,7 @@ def check_options(parser, args, options):
         (len(args.num_steps) == L, "num-steps", f"one number for each of {L} levels, or for all"),
         (divides, "num-minibatches", f"{parts}, over all ranks, must divide N · T of each level"),
         (two_rows or not args.norm_adv, "num-minibatches", "--norm-adv needs two rows"),
-        (costs_fit or args.eval, "level-costs", f"give {L + 1} numbers, the last of an update"),
+        (costs_fit, "level-costs", f"give {L + 1} numbers, the last of an update"),
         (math.isfinite(args.learning_rate), "learning-rate", "give a number"),
         (not args.resume or kept.items() <= options.items(), "resume", f"{list(kept)} must stay"),
         (not is_new or not folder.exists(), "run-name", f"{folder} is there already"),
