@@ -15,7 +15,6 @@ class Rod(gym.Env):
 
     def __init__(self, level):
         self.n = 8 * 2**level
-        self.level_name = f"{self.n} cells"
 
     def psi(self):
         """Return the mean heat of eight parts of the rod."""

@@ -30,7 +30,6 @@ class Field(gym.Env):
     action_space = gym.spaces.Box(-1, 1, (8,), np.float32)
 
     def __init__(self, name, num_points, sample_time, time_step):
-        self.level_name = f"{num_points} points"
         self.pde = controlgym.make(
             name,
             n_state=num_points,

@@ -15,8 +15,8 @@ heaters shall hold it 10 K above the temperature of the inflow.
 
 What the class does for the program
     Folder: each game has a folder of its own, which `close` removes. The folders are in $TMPDIR.
-    State: the restart file is the state. `reset` writes it, `get_state` returns its bytes, and
-    `map_from` reads that of another level.
+    State: the restart file is the state. `reset` writes it, and `map_from` reads that of another
+    level.
     Time: a program that hangs is killed after `timeout` seconds, with all processes that it has
     started (`mpirun` starts many). These are a process group because of `start_new_session`. The
     new session also keeps Ctrl-C in the terminal from the program: the script ends only after the
@@ -56,7 +56,6 @@ class Pipe(gym.Env):
 
     def __init__(self, level):
         self.cells = 8 * 2**level
-        self.level_name = f"{self.cells} cells"
         self.temporary = tempfile.TemporaryDirectory(prefix="pipe_")
         self.folder = Path(self.temporary.name)
 
@@ -127,16 +126,6 @@ class Pipe(gym.Env):
         fine = np.repeat(temperature, repeats)
         self.write_restart(fine.reshape(self.cells, -1).mean(axis=1))
         self.t = other.t
-
-    def get_state(self):
-        """Return all that changes, for a bit-exact --resume: restart file, clock, generator."""
-        restart = (self.folder / "restart.json").read_bytes()
-        return restart, self.t, self.np_random
-
-    def set_state(self, state):
-        """Continue from a state that `get_state` returned."""
-        restart, self.t, self.np_random = state
-        (self.folder / "restart.json").write_bytes(restart)
 
     def close(self):
         """Remove the folder."""

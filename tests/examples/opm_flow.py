@@ -3,12 +3,11 @@ r"""The wells of a waterflood in OPM Flow, an industrial reservoir simulator, on
     pip install opm==2026.4 opm-simulators==2026.4                    # Linux, x86-64
     export OMP_NUM_THREADS=1
     python tests/examples/inspect_simulation.py --env tests/examples/opm_flow.py:Flow \
-        --levels 1 2 3 --num-envs 20 --num-steps 16
+        --levels 1 2 3
     python ppo_multilevel.py --env tests/examples/opm_flow.py:Flow --levels 1 2 3 \
         --num-envs 40 --num-steps 16 --failed-reward -1 --hours 0.75 \
         --learning-rate 3e-4 --update-epochs 10 --init-log-std -1 --norm-value --no-shared-net \
-        --hidden 64 64 --ent-coef 0 --target-kl 0 \
-        --baseline tests/examples/opm_flow.py:against_water
+        --hidden 64 64 --ent-coef 0 --target-kl 0
 
 Four injectors on the left and four producers on the right of a square layer of streaky rock, which
 each episode draws anew. Level 1, 2 and 3 have 10, 20 and 40 cells a side. The rock is always drawn
@@ -220,10 +219,7 @@ def printing_to(path):
 
 
 class Flow(gym.Env):
-    """The waterflood on one level.
-
-    It has no get_state: OPM's state cannot be copied. A run that is resumed replays the episodes.
-    """
+    """The waterflood on one level."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (13,), np.float32)
     action_space = gym.spaces.Box(-1, 1, (8,), np.float32)
@@ -234,7 +230,6 @@ class Flow(gym.Env):
         self.n = 10 * 2 ** (level - 1)
         if FINEST % self.n:
             raise ValueError(f"level {level} has {self.n} cells a side, no part of {FINEST}")
-        self.level_name = f"{self.n} × {self.n}"
         self.simulator = None
         self.folder = Path(tempfile.mkdtemp(prefix="opm_flow_"))
         self.remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)

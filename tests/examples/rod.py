@@ -30,7 +30,6 @@ class Rod(gym.Env):
 
     def __init__(self, level):
         self.n = 8 * 2**level
-        self.level_name = f"{self.n} cells"
 
     def reset(self, *, seed=None, options=None):
         """Start with eight random temperatures."""
@@ -61,16 +60,8 @@ class Rod(gym.Env):
         self.heat = fine.heat.reshape(self.n, -1).mean(axis=1)
         self.t = fine.t
 
-    def get_state(self):
-        """Return all that changes, for a bit-exact --resume. The script pickles it at once."""
-        return self.heat, self.t, self.np_random
-
-    def set_state(self, state):
-        """Continue from a state that `get_state` returned."""
-        self.heat, self.t, self.np_random = state
-
 
 def thermostat(obs):
-    """Heat where the rod is colder than 1: a rule to compare a policy with, see --baseline."""
+    """Heat where the rod is colder than 1: a rule to compare a policy with."""
     temperatures = obs.reshape(4, 2).mean(axis=1)  # of the rod above each heater
     return np.clip(20 * (1 - temperatures), -1, 1)
