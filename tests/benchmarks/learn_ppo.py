@@ -13,7 +13,6 @@ not in RUNS_DIR stay.
 import argparse
 import concurrent.futures
 import csv
-import json
 import os
 import subprocess
 import sys
@@ -102,6 +101,7 @@ def run(name, seed):
     subprocess.run([*script, *options, "--quiet"], env=environment, check=True)
     evaluation = [*script, "--eval", str(run_dir), "--eval-episodes", "50"]
     done = subprocess.run(evaluation, env=environment, check=True, capture_output=True, text=True)
+    (run_dir / "versions.json").write_text(pairs.origin()["versions"])
     (run_dir / "evaluation.txt").write_text(done.stdout)
 
 
@@ -114,7 +114,7 @@ def summarise(run_dir):
         writer = csv.DictWriter(file, CURVE, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(thinned if thinned[-1] is rows[-1] else [*thinned, rows[-1]])
-    config, last = json.loads((run_dir / "config.json").read_text()), rows[-1]
+    last = rows[-1]
     name, seed = run_dir.name.rsplit("__", 1)
     mean, sd = (run_dir / "evaluation.txt").read_text().split()[1:4:2]
     return {
@@ -126,7 +126,7 @@ def summarise(run_dir):
         "eval_sd": sd,
         "wall_seconds": f"{float(last['wall_seconds']):.1f}",
         "command": f"python ppo.py {RUNS[name]} --seed {seed}",
-        "versions": json.dumps(config["versions"]),
+        "versions": (run_dir / "versions.json").read_text(),
         **pairs.run_origin(run_dir),
     }
 

@@ -50,7 +50,7 @@ def timed(function, name, spent):
 def profile(script, options):
     """Return the seconds of each part of a training, but for its first iteration."""
     module, spent, marks = __import__(script), Counter(), []
-    call, log, fast_act = module.WorkerPool.call, module.Run.log, getattr(module, "fast_act", None)
+    call, log = module.WorkerPool.call, module.Run.log
 
     def count(run, row):
         log(run, row)
@@ -58,10 +58,8 @@ def profile(script, options):
             spent.clear()
             marks.append(time.perf_counter())
 
-    if fast_act:
-        module.fast_act = lambda model: timed(fast_act(model), "policy", spent)
-    else:
-        module.Model.act = timed(module.Model.act, "policy", spent)
+    actor = getattr(module, "Policy", module.Model)
+    actor.act = timed(actor.act, "policy", spent)
     module.WorkerPool.call = timed(call, "games", spent)
     module.update = timed(module.update, "update", spent)
     module.Run.log = timed(count, "log", spent)

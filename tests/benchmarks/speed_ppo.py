@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pairs
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "speed_ppo.csv"
@@ -31,7 +32,7 @@ class Case(NamedTuple):
     update_epochs: int
     total_timesteps: int
     num_workers: int = 0  # of ours only
-    fast_act: bool = True  # of ours only: rollouts run the policy in NumPy
+    in_numpy: bool = True  # of ours only: rollouts compute the policy's layers in NumPy
     vec_env: str = "DummyVecEnv"  # of Stable-Baselines3 only
 
 
@@ -41,7 +42,7 @@ HUMANOID = Case("Humanoid-v5", 8, 512, 32, 4, 32_768)
 
 CASES = {
     "CartPole-v1": CARTPOLE,
-    "CartPole-v1, policy in torch": CARTPOLE._replace(fast_act=False),
+    "CartPole-v1, policy in torch": CARTPOLE._replace(in_numpy=False),
     "HalfCheetah-v5": CHEETAH,
     "HalfCheetah-v5, 1 worker": CHEETAH._replace(num_workers=1),
     "HalfCheetah-v5, 2 workers": CHEETAH._replace(num_workers=2),
@@ -53,17 +54,28 @@ CASES = {
 }
 
 
+def by_torch(module):
+    """Return a module as a function of arrays, computed by torch."""
+
+    def function(x):
+        with torch.no_grad():
+            return module(torch.from_numpy(x)).numpy()
+
+    return function
+
+
 def ours(*case):
     """Return the steps per second of ppo.py, and its versions."""
     sys.path.insert(0, str(ROOT))
-    import torch._dynamo  # noqa: F401, Adam and SummaryWriter import them: imports do not count
+    # Adam and SummaryWriter import these, but imports do not count.
+    import torch._dynamo  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
 
     import ppo
 
     case = Case(*case)
-    if not case.fast_act:
-        ppo.fast_act = lambda model: model.act
+    if not case.in_numpy:
+        ppo.as_function = by_torch
     options = f"--env {case.env} --num-envs {case.num_envs} --num-steps {case.num_steps} --quiet "
     options += f"--num-minibatches {case.num_minibatches} --update-epochs {case.update_epochs} "
     options += f"--total-timesteps {case.total_timesteps} --num-workers {case.num_workers}"
@@ -72,14 +84,13 @@ def ours(*case):
         started = time.perf_counter()
         run = ppo.train(args)
         seconds = time.perf_counter() - started
-        versions = json.loads((run.run_dir / "config.json").read_text())["versions"]
+    versions = json.loads(pairs.origin()["versions"])
     return run.history[-1]["global_step"] / seconds, versions
 
 
 def sb3(*case):
     """Return the steps per second of Stable-Baselines3 with the same numbers, and its version."""
     import stable_baselines3
-    import torch
     from stable_baselines3.common import vec_env as vec_envs
     from stable_baselines3.common.env_util import make_vec_env
 
