@@ -238,8 +238,10 @@ def train(args, rule=None):
             plan = rule.plan()
             own = []
             partners = []
+            failures = 0
             for level in plan.levels:
                 buffers = rollout(model, run.sims, level, generator)
+                failures += sum(int(buffer["failed"].sum()) for buffer in buffers)
                 # Judge: was an action better than the value function expected?
                 own.append(make_batch(buffers[0], model, args))
                 partners += [make_batch(buffer, model, args) for buffer in buffers[1:]]
@@ -262,7 +264,7 @@ def train(args, rule=None):
 
             # Count what it cost. The rule may then check the policy, and choose another level.
             run.sims.costs.count_update(len(batch["obs"]), time.perf_counter() - began)
-            run.count_iteration(len(batch["obs"]), buffers[0]["failed"])
+            run.count_iteration(len(batch["obs"]), failures)
             episodes = finished_episodes(buffers[0])  # on the plan's last level
             row |= rule.review(run, own, partners, episodes)
             run.end_iteration(row, episodes)
@@ -1263,6 +1265,10 @@ class AtWork:
         raise GameError(f"{line}\n{text}") from None
 
 
+# float32 must be able to hold squares of numbers, and sums of squares.
+LARGEST = 1e15
+
+
 class Game:
     """One simulation on one level that starts its next episode by itself.
 
@@ -1335,7 +1341,8 @@ class Game:
         reward = float(reward)
         terminated = bool(terminated)
         truncated = bool(truncated) and not terminated
-        if not math.isfinite(reward):
+        # NaN < LARGEST is False, so NaN is wrong, too.
+        if not abs(reward) < LARGEST:
             raise FloatingPointError(f"the reward is {reward}")
 
         self.episode_return += reward
@@ -2030,11 +2037,11 @@ class Run(AbstractContextManager):
         self.signal = agreed or self.signal
         return self.share_done() < 1 and not agreed
 
-    def count_iteration(self, num_steps, failed):
+    def count_iteration(self, num_steps, failures):
         """Count an iteration, its steps, and those that have failed in it."""
         self.counters["iteration"] += 1
         self.counters["global_step"] += num_steps
-        self.counters["failures"] += int(failed.sum())
+        self.counters["failures"] += failures
 
     def end_iteration(self, row, episodes):
         """Log an iteration's row and its episodes; save at times."""
