@@ -1,6 +1,5 @@
 """Tests of the reservoir simulator: reference numbers, conservation, batching, level maps."""
 
-import csv
 import importlib
 from pathlib import Path
 
@@ -478,15 +477,42 @@ def test_level_must_exist_and_own_fields_are_upscaled():
     np.testing.assert_array_equal(ResSim(case, 2).grid.perm, 1 / coarsen(1 / fine, (16, 16)))
 
 
-def test_benchmark_reads_the_iterations_of_a_run(tmp_path, monkeypatch):
-    """Simulation and the rest are all of an iteration, of each but the first."""
+@pytest.fixture
+def imported(monkeypatch):
+    """Return a function that imports a benchmark, whose settings do not outlive the test."""
     monkeypatch.syspath_prepend(Path(__file__).parent / "benchmarks")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the benchmark sets
-    benchmark = importlib.import_module("speed_ressim")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which a benchmark sets
+    return importlib.import_module
+
+
+def test_benchmark_measures_iterations(imported, tmp_path):
+    """Simulation and the rest are all of an iteration, of each but the first."""
     options = "--schedule together --levels 1 2 --num-steps 5 5 --num-envs 2 --num-minibatches 2 "
-    options += "--num-iterations 4 --num-workers 0 --eval-every 4 --level-costs 1 2 1 --quiet"
-    args = ppo_multilevel.parse_args([*options.split(), "--log-dir", str(tmp_path)])
-    with (ppo_multilevel.train(args).run_dir / "progress.csv").open(newline="") as file:
-        simulation, rest, iteration = benchmark.iteration_seconds([*csv.DictReader(file)]).values()
+    options += "--num-iterations 4 --num-workers 0 --eval-every 4 --level-costs 1 2 1 --quiet "
+    options += f"--log-dir {tmp_path}"
+    parts = imported("speed_ressim").iteration_seconds(options.split())
+    simulation, rest, iteration = parts.values()
     assert len(iteration) == 3 and (simulation > 0).all() and (rest > 0).all()
     np.testing.assert_allclose(simulation + rest, iteration)
+
+
+def test_benchmark_runs_have_known_options(imported):
+    """Every recorded run of ppo_multilevel.py can be made again."""
+    learn = imported("learn_ressim")
+    parser = ppo_multilevel.make_parser()
+    for name in learn.RUNS:
+        script, *words = learn.command(name, 1)
+        parser.parse_args(words if script == "ppo_multilevel.py" else words[1:])
+
+
+def test_benchmark_knows_which_runs_have_ended(imported):
+    """Their length is a number of iterations, or seconds of steps of the finest level."""
+    has_ended = imported("learn_ressim").has_ended
+    words = "--env ResSim-v1 --levels 1 2 --level-costs 1 2 1".split()
+    for more, last in {"--num-iterations 5": (5, 0.0), "--finest-steps 30": (0, 60.0)}.items():
+        options = vars(ppo_multilevel.parse_args([*words, *more.split()]))
+        iteration, seconds = last
+        row = {"iteration": str(iteration), "seconds": str(seconds)}
+        assert has_ended(options, row)
+        row = {"iteration": str(iteration - 1), "seconds": str(seconds - 1)}
+        assert not has_ended(options, row)

@@ -26,6 +26,10 @@ from pathlib import Path
 import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import ppo_multilevel as ml  # noqa: E402
+
 RUNS_DIR = Path(os.environ.get("RUNS_DIR", ROOT / "runs" / "learn_ressim"))
 RESULTS = Path(__file__).parent / "results" / "ressim"
 
@@ -34,25 +38,26 @@ PAPER = (
     "--num-envs 50 --num-minibatches 10 --update-epochs 20 --clip-coef 0.1 --ent-coef 0.001 "
     "--vf-coef 1.0 --target-kl 0.05 --eval-every 5 --num-workers 0 "
 )
-V1 = PAPER + "--env ResSim-v1 --learning-rate 1e-5 --eval-level 5 "
-V3 = PAPER + "--env ResSim-v3 --learning-rate 3e-5 --eval-level 4 --num-iterations 150 "
+V1 = PAPER + "--env ResSim-v1 --learning-rate 1e-5 --num-iterations 300 "
+V3 = PAPER + "--env ResSim-v3 --learning-rate 3e-5 --num-iterations 150 "
 TOGETHER = "--schedule together --control 1 "
 LITERAL = TOGETHER + "--coupling step --correction literal "
 NOISE = TOGETHER + "--correction bounded --coupling noise "
+# A run on one coarse level is evaluated on the last of its levels.
 RUNS = {
-    "v1-1level": V1 + "--levels 5 --num-steps 50 --num-iterations 300",
-    "v1-64": V1 + "--levels 4 --num-steps 50 --num-iterations 300",
-    "v1-32": V1 + "--levels 3 --num-steps 50 --num-iterations 300",
-    "v1-16": V1 + "--levels 2 --num-steps 50 --num-iterations 300",
-    "v1-8": V1 + "--levels 1 --num-steps 50 --num-iterations 300",
-    "v1-2level": V1 + LITERAL + "--levels 4 5 --num-steps 70 5 --num-iterations 300",
-    "v1-3level": V1 + LITERAL + "--levels 3 4 5 --num-steps 80 10 5 --num-iterations 300",
+    "v1-1level": V1 + "--levels 5 --num-steps 50",
+    "v1-64": "single " + V1 + "--levels 4 5 --num-steps 50",
+    "v1-32": "single " + V1 + "--levels 3 5 --num-steps 50",
+    "v1-16": "single " + V1 + "--levels 2 5 --num-steps 50",
+    "v1-8": "single " + V1 + "--levels 1 5 --num-steps 50",
+    "v1-2level": V1 + LITERAL + "--levels 4 5 --num-steps 70 5",
+    "v1-3level": V1 + LITERAL + "--levels 3 4 5 --num-steps 80 10 5",
     "v1-bounded": "--env ResSim-v1 --levels 3 4 5 --num-steps 80 10 5 --learning-rate 3e-5 "
     "--update-epochs 10 --coupling step --num-workers 0 " + TOGETHER,
     "v3-64": V3 + "--levels 4 --num-steps 50",
-    "v3-32": V3 + "--levels 3 --num-steps 50",
-    "v3-16": V3 + "--levels 2 --num-steps 50",
-    "v3-8": V3 + "--levels 1 --num-steps 50",
+    "v3-32": "single " + V3 + "--levels 3 4 --num-steps 50",
+    "v3-16": "single " + V3 + "--levels 2 4 --num-steps 50",
+    "v3-8": "single " + V3 + "--levels 1 4 --num-steps 50",
     "v3-step": V3 + LITERAL + "--levels 3 4 --num-steps 70 5",
     "v3-noise": V3 + NOISE + "--levels 3 4 --num-steps 60 15",
 }
@@ -93,7 +98,7 @@ def simulation(case, levels):
 
 def controlgym(case):
     """Return the runs that are compared on a simulation of controlgym: {name: options}."""
-    options = f"{CONTROLGYM}--total-cost {LENGTHS[case]} "
+    options = f"{CONTROLGYM}--finest-steps {LENGTHS[case]} "
     every = f"{simulation(case, [1, 2, 3])}{options}--levels 1 2 3 --eval-every 5"
     runs = {f"{case}-adaptive": every, f"{case}-multigrid": f"multigrid {every}"}
     for level, eval_every in {1: 40, 2: 10, 3: 4}.items():
@@ -115,7 +120,7 @@ def comparison(case):
     every += "--levels 1 2 3 4 " if case == "rod" else ""
     runs = {f"{case}-adaptive": every}
     length = {"v1": 50_000, "v2": 100_000}.get(case, 200_000)
-    runs[f"{case}-multigrid"] = f"multigrid {every}--total-cost {length}"
+    runs[f"{case}-multigrid"] = f"multigrid {every}--finest-steps {length}"
     for level in range(1, last + 1):
         levels = sorted({level, last})
         words = " ".join(map(str, levels))
@@ -157,15 +162,8 @@ SEEDS |= dict.fromkeys(("v1-only-5", "v3-only-4", "v4-only-4", "rod-only-4"), [1
 SEEDS |= {f"{case}-rate-{name}": [1] for case in ("v3", "v4") for name in "ab"}
 SEEDS |= {"v1-rate-a": [1], "v4-finest-fit": [2]}
 SEEDS |= dict.fromkeys((f"{case}-finest-fit" for case in ("v1", "v2", "rod")), [])  # not recorded
-COLUMNS = ("iteration", "global_step", "wall_seconds", "sim_seconds", "sim_cost", "total_cost")
-COLUMNS += (
-    "level",
-    "check_return",
-    "episodic_return",
-    "eval_return",
-    "approx_kl",
-    "explained_variance",
-)
+COLUMNS = ("iteration", "global_step", "wall_seconds", "seconds", "level", "check_return")
+COLUMNS += ("episodic_return", "eval_return", "approx_kl", "explained_variance")
 
 
 def command(name, seed):
@@ -183,13 +181,16 @@ def run(name, seed):
         call += ["--log-dir", str(RUNS_DIR), "--run-name", run_dir.name]
     call = [sys.executable, "-W", "ignore", *call, "--quiet"]
     subprocess.run(call, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+    (run_dir / "versions.json").write_text(pairs.origin()["versions"])
 
 
 def has_ended(options, row):
     """Return whether a run with these options has ended with this row."""
     if options["num_iterations"]:
         return int(row["iteration"]) >= options["num_iterations"]
-    return float(row["total_cost"]) >= options["total_cost"]
+    # Such a run has --level-costs.
+    args = argparse.Namespace(**options)
+    return float(row["seconds"]) >= ml.run_length(args, ml.Costs(args))
 
 
 def collect(stopped=()):
@@ -198,8 +199,7 @@ def collect(stopped=()):
     index = RESULTS / "runs.json"
     runs = json.loads(index.read_text()) if index.exists() else {}
     for run_dir in sorted(RUNS_DIR.iterdir()):
-        config = json.loads((run_dir / "config.json").read_text())
-        options = config["options"]
+        options = json.loads((run_dir / "config.json").read_text())
         with (run_dir / "progress.csv").open() as file:
             rows = list(csv.DictReader(file))
         if not rows or not (has_ended(options, rows[-1]) or run_dir.name in stopped):
@@ -211,7 +211,7 @@ def collect(stopped=()):
             writer.writerows(rows)
         runs[run_dir.name] = {
             "command": "python " + shlex.join(command(*run_dir.name.split("__"))),
-            "versions": config["versions"],
+            "versions": json.loads((run_dir / "versions.json").read_text()),
             **pairs.run_origin(run_dir),
             "iterations": int(rows[-1]["iteration"]),
         }

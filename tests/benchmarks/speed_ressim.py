@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import csv
+import json
 import subprocess
 import sys
 import tempfile
@@ -81,49 +82,67 @@ def memory(pid):
     return kilobytes / 1024 + sum(memory(child) for child in children)
 
 
-def paper_run():
-    """Return the rows of progress.csv of a short run and its highest memory [MiB]."""
-    with tempfile.TemporaryDirectory() as folder:
-        where = ["--log-dir", folder, "--run-name", "run"]
-        command = [sys.executable, "-W", "ignore", "ppo_multilevel.py", *PAPER, *where]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-        highest = 0.0
-        while process.poll() is None:
-            highest = max(highest, memory(process.pid))
-            time.sleep(0.2)
-        with (Path(folder) / "run" / "progress.csv").open() as file:
-            rows = list(csv.DictReader(file))
-    return rows, highest
+def iteration_seconds(options):
+    """Train with these options. Returns {part: seconds of each iteration but the first}.
 
+    The first iteration factors matrices. `Simulations.play` is replaced by one that is timed.
+    """
+    args = ppo_multilevel.parse_args(options)
+    play = ppo_multilevel.Simulations.play
+    seconds = []
 
-def iteration_seconds(rows):
-    """Return the seconds of each iteration but the first, which factors matrices, and its parts."""
-    names = ("sim_seconds", "wall_seconds")
-    numbers = [[float(row[name]) for name in names] for row in rows if int(row["iteration"])]
-    simulation, wall = np.diff(numbers, axis=0).T
-    simulation = simulation / 2  # workers
+    def timed(*arguments):
+        began = time.perf_counter()
+        buffers = play(*arguments)
+        seconds.append(time.perf_counter() - began)
+        return buffers
+
+    ppo_multilevel.Simulations.play = timed
+    history = ppo_multilevel.train(args).history
+    ppo_multilevel.Simulations.play = play
+    wall = np.diff([row["wall_seconds"] for row in history])[1:]
+    simulation = np.reshape(seconds, (-1, len(args.levels))).sum(axis=1)[1:]
     parts = {"iteration: simulation": simulation, "iteration: the rest": wall - simulation}
     return parts | {"iteration": wall}
+
+
+def paper_run():
+    """Return the seconds of the paper's iterations and the highest memory [MiB], in a process."""
+    call = [sys.executable, "-W", "ignore", __file__, "--iterations"]
+    process = subprocess.Popen(call, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    highest = 0.0
+    while process.poll() is None:
+        highest = max(highest, memory(process.pid))
+        time.sleep(0.2)
+    parts = json.loads(process.stdout.read().splitlines()[-1])
+    return {name: np.array(seconds) for name, seconds in parts.items()}, highest
 
 
 def main():
     """Measure, print and write RESULTS."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--costs", action="store_true", help="measure level_costs.csv only")
+    parser.add_argument("--iterations", action="store_true", help=argparse.SUPPRESS)
     name = pairs.processor()
     parser.add_argument("--processor", default=name, help="what the rows call this one")
     args = parser.parse_args()
+    if args.iterations:
+        with tempfile.TemporaryDirectory() as folder:
+            parts = iteration_seconds([*PAPER, "--log-dir", folder])
+        print(json.dumps({name: seconds.tolist() for name, seconds in parts.items()}))
+        return
     ppo_multilevel.keep_freed_memory()  # as in training
     origin = pairs.origin() | {"processor": args.processor}
     if args.costs:
-        return level_costs(origin)
+        level_costs(origin)
+        return
     table = []
     for level in (5, 4, 3, 2, 1):
         ms = 1e3 * step_seconds("ResSim-v1", level) / 25
         size = ppo_multilevel.CASES["ResSim-v1"].grids[level - 1][0]
         table.append((f"{size}x{size} step", np.min(ms), np.median(ms), "ms per actor"))
-    rows, highest = paper_run()
-    for name, seconds in iteration_seconds(rows).items():
+    parts, highest = paper_run()
+    for name, seconds in parts.items():
         table.append((name, seconds.min(), np.median(seconds), "s"))
     table.append(("memory, all processes", highest, highest, "MiB"))
     RESULTS.parent.mkdir(exist_ok=True)
