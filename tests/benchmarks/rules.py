@@ -37,7 +37,9 @@ class Multigrid(ml.Adaptive):
     def review(self, run, own, partners, episodes):
         """Evaluate on the level; go to the next one if nothing changes any more."""
         level = self.level
-        mean = self.evaluate(run)
+        seeds = ml.CHECK_SEED + np.arange(self.args.check_episodes)
+        returns, _ = run.sims.play_episodes(run.model, [f"check {level}"], seeds)
+        mean = float(returns.mean())
         self.seen = [*self.seen, mean][-self.EVALUATIONS :]
         change = np.ptp(self.seen) / abs(mean)
         settled = len(self.seen) == self.EVALUATIONS and change <= self.TOLERANCE
@@ -47,21 +49,15 @@ class Multigrid(ml.Adaptive):
             self.seen = []
         return {"level": self.args.levels[level], "check_return": mean}
 
-    def evaluate(self, run):
-        """Return the mean return of the mode on the level, from the starts of a check."""
-        args = self.args
-        seeds = ml.CHECK_SEED + np.arange(args.check_episodes)
-        level = args.levels[self.level]
-        with ml.closing(
-            ml.one_level_pool(args, run.model, seeds, 0, level, validation=True)
-        ) as pool:
-            returns, _ = ml.evaluate(run.model, pool)
-            steps = float(pool.arrays["steps"].sum())
-        costs = ml.costs_of(args)
-        cost = steps * costs.steps[self.level] / costs.unit
-        run.counters["sim_cost"] += cost
-        run.counters["total_cost"] += cost
-        return float(returns.mean())
+
+def make_multigrid_teams(args):
+    """Return the teams of the script's rule, with games for checks on each level."""
+    teams = make_teams(args)
+    check = teams.pop("check", None)
+    if check:
+        for level in range(len(args.levels)):
+            teams[f"check {level}"] = check._replace(level=level)
+    return teams
 
 
 class Single(ml.Adaptive):
@@ -85,20 +81,27 @@ class Single(ml.Adaptive):
 
     def check(self, run):
         """Make a check that costs nothing."""
-        counters = dict(run.counters)
+        total = run.sims.costs.total
         mean = super().check(run)
-        run.counters.update(counters)
+        run.sims.costs.total = total
         return mean
+
+
+make_teams = ml.make_teams  # the script's own
+RULES = {"multigrid": Multigrid, "single": Single}
 
 
 def main():
     """Run the command line."""
-    rules = {"multigrid": Multigrid, "single": Single}
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("rule", choices=rules, help="then options of ppo_multilevel.py")
+    parser.add_argument("rule", choices=RULES, help="then options of ppo_multilevel.py")
     chosen, options = parser.parse_known_args()
     args = ml.parse_args(options)
-    ml.train(args, rules[chosen.rule](args))
+    # The script plays a single level by its other schedule, which makes no checks.
+    args.schedule = "adaptive"
+    if chosen.rule == "multigrid":
+        ml.make_teams = make_multigrid_teams
+    ml.train(args, RULES[chosen.rule](args))
 
 
 if __name__ == "__main__":
