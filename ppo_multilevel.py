@@ -1234,6 +1234,16 @@ def to_env(actions, space):
     return actions.astype(space.dtype, copy=False)
 
 
+def steps_in_batches(env):
+    """Whether the env's class has a step_batch. A subclass that overrides `step` alone has not."""
+    for owner in type(env).mro():  # the class, then those that it inherits from
+        if "step_batch" in vars(owner):
+            return True
+        if "step" in vars(owner):
+            return False
+    return False
+
+
 class GameError(RuntimeError):
     """A game or a worker failed: a line that says which and how, then the traceback."""
 
@@ -1521,7 +1531,7 @@ class Player:
         games = self.games[name] if playing is None else playing
         envs = [game.env for game in games]
         actions = to_env(actions, self.action_space)[[game.n for game in games]]
-        if not (self.in_batches and hasattr(envs[0], "step_batch")):
+        if not (self.in_batches and steps_in_batches(envs[0])):
             for game, action in zip(games, actions):
                 game.step(t, action)
             return
@@ -1672,7 +1682,7 @@ class Simulations:
     def measure_costs(self, model):
         """Play an episode on every level, to know what steps cost. It is not charged."""
         with closing(make_env(self.args.env, self.args.levels[0])) as env:
-            in_batches = hasattr(env, "step_batch")
+            in_batches = steps_in_batches(env)
         # One actor in each process is enough, unless actors are stepped together.
         num_actors = max(1, len(self.pool.workers)) * NUM_RANKS
         if in_batches:
