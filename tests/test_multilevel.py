@@ -544,7 +544,7 @@ def test_counts_of_steps_and_seconds(tmp_path):
 
 
 def test_given_costs_are_the_clock(tmp_path):
-    """Steps and partners' steps at their level's cost, spread over what a worker plays; updates."""
+    """Own and partners' steps cost what their level does, and updates what their rows do."""
     run = small_run(tmp_path, "--num-workers", "0", "--level-costs", "1", "4", "16", "6000")
     # Own games on levels 1, 2, 3; partners of levels 2 and 3; rows over those of an update.
     steps = 6 * (10 * 1 + 5 * 4 + 5 * 16 + 5 * 1 + 5 * 4)

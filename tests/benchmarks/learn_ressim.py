@@ -105,8 +105,7 @@ def controlgym(case):
         levels = sorted({level, 3})
         words = " ".join(map(str, levels))
         runs[f"{case}-only-{level}"] = (
-            f"single {simulation(case, levels)}{options}--levels {words} --schedule adaptive "
-            f"--eval-every {eval_every}"
+            f"single {simulation(case, levels)}{options}--levels {words} --eval-every {eval_every}"
         )
     return runs
 
@@ -125,12 +124,10 @@ def comparison(case):
         levels = sorted({level, last})
         words = " ".join(map(str, levels))
         length = f"--levels {words} --num-iterations {ITERATIONS[level]}"
-        if level == last:  # the default of one level is together, which makes no checks
-            length += " --schedule adaptive"
         runs[f"{case}-only-{level}"] = "single " + options(levels) + SAME + length
-    runs[f"{case}-finest-fit"] = (
-        options([last]) + SAME + f"--levels {last} --schedule adaptive --num-iterations 100"
-    )
+    # The script itself has no checks on a single level.
+    finest = options([last]) + SAME + f"--levels {last} --num-iterations 100"
+    runs[f"{case}-finest-fit"] = f"adaptive {finest}"
     pair = {"v1": [2, 5], "v2": [1, 4], "rod": [2, 4]}.get(case, [3, 4])
     runs[f"{case}-together"] = (
         options(pair) + "--schedule together --num-workers 0 --num-iterations 100"

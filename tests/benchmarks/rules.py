@@ -2,6 +2,7 @@
 
 python tests/benchmarks/rules.py multigrid --env ResSim-v4
 python tests/benchmarks/rules.py single --env ResSim-v4 --levels 3 4
+python tests/benchmarks/rules.py adaptive --env ResSim-v4 --levels 4    # on one level, with checks
 """
 
 import argparse
@@ -88,7 +89,7 @@ class Single(ml.Adaptive):
 
 
 make_teams = ml.make_teams  # the script's own
-RULES = {"multigrid": Multigrid, "single": Single}
+RULES = {"multigrid": Multigrid, "single": Single, "adaptive": ml.Adaptive}
 
 
 def main():
