@@ -1,63 +1,46 @@
-"""Tests of what goes wrong: games that fail now and then, full disks, NaN, signals."""
+"""Tests of what goes wrong in a run: games that fail, full disks, closed output, signals."""
 
 import csv
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import sys
-import threading
+import time
 from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
 
 import envs
 import numpy as np
 import pytest
 import torch
-from test_multilevel import install
+from test_pool import all_ended, wait_until
 
 import ppo
-import ppo_atari
-import ppo_multilevel
+import ppo_multilevel as ml
 
-SMALL = "--num-minibatches 2 --update-epochs 1 --num-envs 4 --quiet".split()
+SMALL = "--num-minibatches 2 --update-epochs 1 --num-envs 4 --hidden 8 --eval-every 0".split()
 OWN = {
-    ppo: "--num-steps 16 --hidden 8".split(),
-    ppo_atari: "--num-steps 8 --eval-episodes 1 --precision fp32 --noop-max 0".split(),
-    ppo_multilevel: (
-        "--levels 1 2 --num-steps 16 8 --hidden 8 --eval-every 0 --level-costs 1 1 1 "
-        "--schedule together"
-    ).split(),
+    ppo: "--num-steps 16".split(),
+    ml: "--levels 1 2 --num-steps 16 8 --level-costs 1 1 1 --schedule together".split(),
 }
-GOOD = {ppo: "CartPole-v1", ppo_atari: "Breakout", ppo_multilevel: "envs:make"}
+GOOD = {ppo: "CartPole-v1", ml: "envs:make"}
+both = pytest.mark.parametrize("script", [ppo, ml], ids=lambda script: script.__name__)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="uses /proc and forks")
 
 
-NAMES = ["ppo", "ppo_multilevel"]
-SLOW = pytest.param(ppo_atari, marks=pytest.mark.slow)  # what it shares is tested by the others
+def words(script, log_dir, *more):
+    """Return the command line of a small run in this process."""
+    own = [*SMALL, *OWN[script], "--env", GOOD[script], "--num-workers", "0", "--quiet"]
+    return [*own, "--log-dir", str(log_dir), *more]
 
 
-@pytest.fixture(params=[ppo, SLOW, ppo_multilevel], ids=["ppo", "ppo_atari", "ppo_multilevel"])
-def script(request):
-    """Each of the scripts."""
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def remove_runs(tmp_path):
-    """Remove the runs' folders: Atari's checkpoints have 20 MB."""
-    yield
-    shutil.rmtree(tmp_path)
-
-
-def run_main(script, monkeypatch, *options):
+def run_main(script, *options):
     """Run a script's main. Returns its exit code."""
-    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *options])
-    return script.main()
-
-
-def options(script, log_dir, env, *more):
-    """Return the options of a small run."""
-    return [*SMALL, *OWN[script], "--env", env, "--log-dir", str(log_dir / "runs"), *more]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [f"{script.__name__}.py", *options])
+        return script.main()
 
 
 def rows(run_dir):
@@ -66,66 +49,257 @@ def rows(run_dir):
         return list(csv.DictReader(file))
 
 
+def iterations(run_dir):
+    """Return the iterations of progress.csv."""
+    return [int(row["iteration"]) for row in rows(run_dir)]
+
+
+def saved(script, run_dir):
+    """Return how many iterations the checkpoint has."""
+    return script.read_checkpoint(run_dir)["counters"]["iteration"]
+
+
 # Games --------------------------------------------------------------------------------------------
 
 
+@both
+@pytest.mark.parametrize("where, num_workers", [("step", "0"), ("reset", "2")])
+def test_game_that_raises(script, tmp_path, capsys, where, num_workers):
+    """The first line names the game, its seed, episode and step. Its traceback follows."""
+    env = f"envs:Trouble-{where}-v0" if script is ppo else f"envs:make_{where}"
+    more = ["--env", env, "--num-workers", num_workers]
+    assert run_main(script, *words(script, tmp_path, *more)) == 1
+    first, *rest = capsys.readouterr().err.strip().splitlines()
+    name = env if script is ppo else f"{env} level 2"
+    steps = 4 if where == "step" else 0
+    place = rf"{name} \(seed \d+, episode 1, after {steps} steps\)"
+    error = "RuntimeError: broken on purpose"
+    assert re.fullmatch(rf"{script.__name__}.py: error: {place} failed in {where}: {error}", first)
+    assert rest[0].startswith("Traceback") and rest[-1] == error
+    assert "envs.py" in rest[-3]
+    (run_dir,) = tmp_path.iterdir()
+    assert saved(script, run_dir) == 0
+
+
 @pytest.mark.parametrize("how", ["raise", "kill", "nan"])
-@pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=NAMES, indirect=True)
-def test_game_that_fails_once(script, tmp_path, capsys, monkeypatch, how):
-    """The run ends with a line and is resumed with new games, whose seeds are others."""
+def test_game_that_fails_once(tmp_path, capsys, monkeypatch, how):
+    """The run ends with a line and a checkpoint, and is resumed with new episodes."""
     (tmp_path / "failures").mkdir()
     monkeypatch.setenv("FLAKY", f"{how}:1:{tmp_path}/failures")
-    env = "envs:Flaky-v0" if script is ppo else "envs:make_flaky"
-    more = "--num-workers 2 --num-iterations 3".split()
-    assert run_main(script, monkeypatch, *options(script, tmp_path, env, *more)) == 1
-    line, *_ = capsys.readouterr().err.splitlines()
-    reason = {
-        "raise": "failed in step: RuntimeError: broken on purpose",
-        "kill": "died with exit code -9",
+    log_dir = tmp_path / "runs"
+    more = "--env envs:Flaky-v0 --num-workers 2 --num-iterations 3".split()
+    assert run_main(ppo, *words(ppo, log_dir, *more)) == 1
+    reasons = {
+        "raise": r"envs:Flaky-v0 \(seed .*\) failed in step: RuntimeError: broken on purpose",
+        "kill": "worker [01] died with exit code -9",
+        "nan": r"NaN or over 1e15 in next_obs\[0\] of envs:Flaky-v0 \(seed .*, step 4 of the",
     }
-    reason |= {"nan": "NaN or over 1e15 in"}
-    assert re.match(rf"{script.__name__}.py: error: .*{reason[how]}", line)
+    assert re.match(f"ppo.py: error: {reasons[how]}", capsys.readouterr().err)
     assert multiprocessing.active_children() == []
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    assert script.Checkpoint(run_dir).read()["games"] is None
-    run = script.train(script.parse_args(["--resume", str(run_dir), "--quiet"]))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("all games start new episodes")
-    assert [row["iteration"] for row in run.history] == [1, 2, 3]
-    assert [row["iteration"] for row in rows(run_dir)] == ["1", "2", "3"]
-    assert run.num_starts == 1
-    drawn = [script.game_seeds(run.args, starts) for starts in (0, 1)]
-    members = 2 * 2 - 1 if script is ppo_multilevel else 1  # there is no partner on level 1
-    assert len({*np.ravel(drawn)} - {0}) == 2 * members * 4
+    (run_dir,) = log_dir.iterdir()
+    assert saved(ppo, run_dir) == 0
+
+    assert run_main(ppo, "--resume", str(run_dir), "--quiet") == 0
+    assert capsys.readouterr().err == ""
+    assert iterations(run_dir) == [1, 2, 3]
+
+
+FOUND = {
+    "nan_reward": ("rewards", 4),
+    "huge_reward": ("rewards", 4),
+    "nan_obs": ("next_obs[0]", 4),
+    "nan_reset": ("obs[0]", 0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("where", FOUND)
+def test_numbers_that_are_none(tmp_path, where):
+    """ppo.py finds them after a rollout, and names the quantity, the game and the row."""
+    quantity, t = FOUND[where]
+    args = ppo.parse_args(words(ppo, tmp_path, "--env", f"envs:Trouble-{where}-v0"))
+    with pytest.raises(ppo.GameError) as failure:
+        ppo.train(args)
+    found = rf"NaN or over 1e15 in {re.escape(quantity)} of envs:.*, step {t} of the rollout"
+    assert re.fullmatch(found, str(failure.value))
+    (run_dir,) = tmp_path.iterdir()
+    weights = ppo.read_checkpoint(run_dir)["model"].values()
+    assert all(torch.isfinite(value).all() for value in weights)
+
+
+@pytest.mark.parametrize(
+    "where, doing, error",
+    [
+        ("nan_reward", "step", "the reward is nan"),
+        ("huge_reward", "step", "the reward is -1e[+]25"),
+        ("nan_obs", "step", "an observation has NaN"),
+        ("nan_reset", "reset", "an observation has NaN"),
+        ("nan_psi", "map_from", "an observation has NaN"),
+    ],
+)
+def test_numbers_of_simulations_that_are_none(tmp_path, where, doing, error):
+    """ppo_multilevel.py finds them where they appear, also in what map_from leads to."""
+    more = ["--env", f"envs:make_{where}", "--levels", "2", "3"]
+    args = ml.parse_args(words(ml, tmp_path, *more))
+    with pytest.raises(ml.GameError) as failure:
+        ml.train(args)
+    place = rf"envs:make_{where} level 2 \(seed \d+, episode 1, after \d steps\)"
+    assert re.match(f"{place} failed in {doing}: FloatingPointError: {error}", str(failure.value))
+
+
+@pytest.mark.parametrize("num_workers", ["0", "1"])
+def test_game_that_calls_exit(tmp_path, capfd, monkeypatch, num_workers):
+    """sys.exit(0) in a game is a failure like any other, not the end of a run that went well."""
+    if num_workers != "0" and sys.platform != "linux":
+        pytest.skip("spawned workers do not know the step")
+    monkeypatch.setattr(envs.Scripted, "step", lambda env, action: sys.exit(0))
+    more = ["--env", "envs:Quick-v0", "--num-workers", num_workers]
+    assert run_main(ppo, *words(ppo, tmp_path, *more)) == 1
+    first, *_, last = capfd.readouterr().err.strip().splitlines()
+    assert re.fullmatch(
+        r"ppo.py: error: envs:Quick-v0 \(seed .*\) failed in step: .*Exit: 0", first
+    )
+    assert last == "SystemExit: 0"
+
+
+@pytest.mark.parametrize("num_workers, code", [("0", 128 + signal.SIGINT), ("1", 1)])
+def test_game_that_raises_keyboard_interrupt(tmp_path, capfd, monkeypatch, num_workers, code):
+    """It passes, as Ctrl-C does: the run ends without a word. A worker ends with its traceback."""
+    if num_workers != "0" and sys.platform != "linux":
+        pytest.skip("spawned workers do not know the step")
+
+    def step(env, action):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(envs.Scripted, "step", step)
+    more = ["--env", "envs:Quick-v0", "--num-workers", num_workers]
+    assert run_main(ppo, *words(ppo, tmp_path, *more)) == code
+    error = capfd.readouterr().err
+    if num_workers == "0":
+        assert error == ""
+    else:
+        assert error.endswith("ppo.py: error: worker 0 died with exit code 1\n")
+        assert error.count("Traceback") == 1
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("how, workers", [("raise", 0), ("nan", 2)])
-def test_failed_step_that_ends_an_episode(tmp_path, monkeypatch, capsys, how, workers):
+@pytest.mark.parametrize("num_workers", ["0", "2"])
+def test_close_that_fails(tmp_path, capfd, monkeypatch, num_workers):
+    """A line tells of each game's error. All games are closed, and the run ends well."""
+    if num_workers != "0" and sys.platform != "linux":
+        pytest.skip("spawned workers do not know the close")
+
+    def close(env):
+        # Envs of which only the spaces were looked at have no actions.
+        if env.actions:
+            raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(envs.Scripted, "close", close)
+    more = ["--env", "envs:Quick-v0", "--num-workers", num_workers, "--num-iterations", "1"]
+    assert run_main(ppo, *words(ppo, tmp_path, *more)) == 0
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        assert re.fullmatch(r"envs:Quick-v0 \(seed .*\) failed in close: broken on purpose", line)
+
+
+def test_resumed_run_goes_another_way(tmp_path, monkeypatch):
+    """It does not come to the same failure again: the noise of the lost rollout is not repeated."""
+    tapes = []
+    real = ppo.Game.step
+
+    def step(game, t, action):
+        tapes[-1].append(int(action))
+        if len(tapes) == 1 and len(tapes[0]) == 50:
+            raise ppo.GameError("broken on purpose")
+        real(game, t, action)
+
+    monkeypatch.setattr(ppo.Game, "step", step)
+    tapes.append([])
+    assert run_main(ppo, *words(ppo, tmp_path, "--num-iterations", "1")) == 1
+    (run_dir,) = tmp_path.iterdir()
+    tapes.append([])
+    assert run_main(ppo, "--resume", str(run_dir), "--quiet") == 0
+    assert len(tapes[1]) == 4 * 16 and tapes[0] != tapes[1][:50]
+
+
+@linux
+def test_worker_that_dies_during_an_update(tmp_path, capfd, monkeypatch):
+    """Nobody waits for it then. The next rollout finds it dead; the iteration is saved."""
+    real = ppo.update
+
+    def update(*arguments):
+        multiprocessing.active_children()[0].kill()
+        return real(*arguments)
+
+    monkeypatch.setattr(ppo, "update", update)
+    assert run_main(ppo, *words(ppo, tmp_path, "--num-workers", "2")) == 1
+    assert re.fullmatch(
+        r"ppo.py: error: worker [01] died with exit code -9\n", capfd.readouterr().err
+    )
+    assert multiprocessing.active_children() == []
+    (run_dir,) = tmp_path.iterdir()
+    assert saved(ppo, run_dir) == 1 and iterations(run_dir) == [1]
+
+
+def test_game_that_fails_in_an_evaluation(tmp_path, monkeypatch):
+    """What was learned before it is saved, and the log goes on when the run is resumed."""
+    more = "--eval-every 1 --eval-episodes 2 --num-iterations 3 --save-every 0".split()
+
+    def evaluate(model, args):
+        results.append(1)
+        if len(results) == 3:
+            raise ppo.GameError("broken on purpose")
+        return np.ones(2)
+
+    results = []
+    monkeypatch.setattr(ppo, "evaluate", evaluate)
+    assert run_main(ppo, *words(ppo, tmp_path, *more)) == 1
+    (run_dir,) = tmp_path.iterdir()
+    assert saved(ppo, run_dir) == 2
+    assert run_main(ppo, "--resume", str(run_dir), "--quiet") == 0
+    assert iterations(run_dir) == [0, 1, 2, 3]
+    assert [row["eval_return"] for row in rows(run_dir)] == ["1.0", "1.0", "", "1.0"]
+
+
+# Failed steps of simulations ----------------------------------------------------------------------
+
+
+def with_failures(monkeypatch, tmp_path, how, times):
+    """Have the simulations `make_flaky` fail on level 2, so many times."""
+    folder = tmp_path / "failures"
+    folder.mkdir()
+    monkeypatch.setenv("FLAKY", f"{how}:{times}:{folder}")
+    return folder
+
+
+@pytest.mark.parametrize("how, num_workers", [("raise", "0"), ("nan", "2")])
+def test_failed_step_ends_its_episode(tmp_path, monkeypatch, capfd, how, num_workers):
     """With --failed-reward such a step is the last of its episode, with that reward."""
-    (tmp_path / "failures").mkdir()
-    monkeypatch.setenv("FLAKY", f"{how}:1:{tmp_path}/failures")
-    more = ["--schedule", "adaptive", "--levels", "2", "--failed-reward", "-7"]
-    more += ["--num-steps", "8", "--level-costs", "1", "1"]
-    words = options(ppo_multilevel, tmp_path, "envs:make_flaky", *more)
-    args = ppo_multilevel.parse_args(words)
-    model = ppo_multilevel.make_model(args)
-    seeds = ppo_multilevel.game_seeds(args, 0)
-    with closing(ppo_multilevel.make_pool(args, model, seeds, workers, num_steps=8)) as pool:
-        pool.call("start")
-        pool.play(model, 8, sample=False)
-        lines = sum(pool.call("take_failures"), [])
-        assert sum(pool.call("take_failures"), []) == []
-        own = {name: array[0] for name, array in pool.buffer.items()}
-    (line,) = lines
-    error = "RuntimeError: broken" if how == "raise" else "NaN or over 1e15 in what step"
-    assert re.match(rf".*level 2 \(seed \d+, episode 1, after 4 steps\) failed: {error}", line)
+    with_failures(monkeypatch, tmp_path, how, 1)
+    more = "--env envs:make_flaky --levels 2 --failed-reward -7 --num-steps 8 --level-costs 1 1"
+    args = ml.parse_args(words(ml, tmp_path, *more.split(), "--num-workers", num_workers))
+    torch.manual_seed(0)
+    model = ml.make_model(args)
+    with closing(ml.Simulations(args, model)) as sims:
+        sims.start(0, np.arange(4))
+        (own,) = sims.play(model, ["own 0"], torch.zeros(8, 4, 2))
+
+    line = capfd.readouterr().err
+    error = "RuntimeError: broken on purpose" if how == "raise" else "FloatingPointError: .* NaN"
+    place = r"envs:make_flaky level 2 \(seed [0-3], episode 1, after 4 steps\)"
+    assert re.match(f"{place} failed in step: {error}", line) and line.count("\n") == 1
     failed = own["rewards"] == -7  # (T, N)
+    assert torch.equal(own["failed"], failed)
     assert failed.sum() == 1 and failed[4].sum() == 1
-    assert own["terminated"][failed].all() and own["ended"][failed].all()
-    (n,) = np.flatnonzero(failed[4])
-    assert np.array_equal(own["next_obs"][4, n], own["obs"][4, n])  # what was seen last
-    assert own["episode_length"][4, n] == 5 and own["episode_length"][5, n] == 1
+    assert own["terminated"][failed].all() and not own["truncated"][failed].any()
+    (n,) = failed[4].nonzero().flatten().tolist()
+    assert torch.equal(own["next_obs"][4, n], own["obs"][4, n])  # what was seen last
+    assert own["episode_length"][4, n] == 5
+    # The next episode has begun, and has three steps so far.
+    assert not own["terminated"][5:, n].any() and not torch.equal(
+        own["obs"][5, n], own["obs"][4, n]
+    )
 
 
 class Exploding(envs.Levels):
@@ -149,355 +323,280 @@ class Batch(envs.Levels):
         return super().step(action)
 
 
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.mark.parametrize("kind", [Exploding, Batch])
 def test_steps_that_fail_in_other_ways(tmp_path, monkeypatch, kind):
-    """Numbers that would end a run, and simulations that are stepped together."""
-    env = install(monkeypatch, kind)
-    more = "--schedule adaptive --failed-reward -1 --num-steps 8 --num-iterations 1 --levels 1 2"
-    args = options(ppo_multilevel, tmp_path, env, *more.split(), "--num-workers", "0")
-    run = ppo_multilevel.train(ppo_multilevel.parse_args(args))
-    assert run.counters["failures"] > 8  # in checks, too
+    """Numbers that would end a run, and simulations that could be stepped together."""
+    monkeypatch.setattr(envs, "make", lambda level: kind(level))
+    more = "--levels 2 --num-steps 8 --level-costs 1 1 --failed-reward -1 --num-iterations 1"
+    run = ml.train(ml.parse_args(words(ml, tmp_path, *more.split())))
+    # Every second step is the last of its episode.
+    assert run.counters["failures"] == 4 * 4
 
 
-def test_mistakes_are_no_failed_steps(tmp_path, monkeypatch):
-    """An env of the old API, or with a reward that is no number, ends the run all the same."""
+@pytest.mark.parametrize("schedule, levels", [("adaptive", "1 2"), ("together", "2 3")])
+def test_failed_steps_are_counted(tmp_path, monkeypatch, capfd, schedule, levels):
+    """Each is told in a line. `failures` has those of training, on all levels, partners' too."""
+    folder = with_failures(monkeypatch, tmp_path, "raise", 40)
+    more = f"--env envs:make_flaky --failed-reward -1 --schedule {schedule} --levels {levels}"
+    more += " --num-workers 2 --check-episodes 2 --num-iterations 2"
+    assert run_main(ml, *words(ml, tmp_path / "runs", *more.split())) == 0
+    line = r"make_flaky level 2 \(seed (\d+), episode .*\) failed in step: RuntimeError: broken"
+    seeds = re.findall(line, capfd.readouterr().err)
+    assert len(seeds) == len(list(folder.iterdir())) > 10
 
-    class Old(envs.Levels):
-        def step(self, action):
-            return super().step(action)[:4]
-
-    class NoReward(envs.Levels):
-        def step(self, action):
-            obs, _, *rest = super().step(action)
-            return obs, None, *rest
-
-    more = "--schedule adaptive --failed-reward -1 --num-steps 8 --num-iterations 1".split()
-    for kind, words in ((Old, "reset must return"), (NoReward, "not a number and two flags")):
-        args = options(ppo_multilevel, tmp_path, install(monkeypatch, kind), *more)
-        with pytest.raises(ppo_multilevel.GameError, match=words):
-            ppo_multilevel.train(ppo_multilevel.parse_args(args))
-
-
-@pytest.mark.parametrize("schedule", ["adaptive", "together"])
-def test_run_goes_on_after_failed_steps(tmp_path, monkeypatch, capsys, schedule):
-    """They are counted in progress.csv and on the status line; each is told in a line."""
-    (tmp_path / "failures").mkdir()
-    monkeypatch.setenv("FLAKY", f"raise:3:{tmp_path}/failures")
-    more = f"--schedule {schedule} --num-workers 2 --num-iterations 2 --level-costs 1 1 1".split()
-    more += ["--check-episodes", "2", "--failed-reward", "-1"]
-    words = [*options(ppo_multilevel, tmp_path, "envs:make_flaky", *more)]
-    words.remove("--quiet")
-    assert run_main(ppo_multilevel, monkeypatch, *words) == 0
-    out, err = capsys.readouterr()
-    assert len(re.findall(r"level 2 \(seed .*\) failed: RuntimeError: broken", err)) == 3
     (run_dir,) = (tmp_path / "runs").iterdir()
-    assert rows(run_dir)[-1]["failures"] == "3" and "failures 3" in out
-    run = ppo_multilevel.train(
-        ppo_multilevel.parse_args(["--resume", str(run_dir), "--num-iterations", "3"])
-    )
-    assert run.counters["failures"] == 3
-
-    # An evaluation tells of them, too.
-    (tmp_path / "others").mkdir()
-    monkeypatch.setenv("FLAKY", f"raise:1:{tmp_path}/others")
-    capsys.readouterr()
-    words = ["--eval", str(run_dir), "--eval-level", "2", "--num-workers", "0"]
-    assert run_main(ppo_multilevel, monkeypatch, *words) == 0
-    assert len(re.findall(r"level 2 \(seed .*\) failed", capsys.readouterr().err)) == 1
+    in_training = [seed for seed in seeds if int(seed) - ml.CHECK_SEED not in (0, 1)]
+    assert (len(in_training) < len(seeds)) == (schedule == "adaptive")
+    assert int(rows(run_dir)[-1]["failures"]) == len(in_training)
+    assert run_main(ml, "--resume", str(run_dir), "--quiet", "--num-iterations", "2") == 0
+    assert int(rows(run_dir)[-1]["failures"]) == len(in_training)
 
 
-def test_failed_steps_of_the_last_evaluation_are_counted(tmp_path, monkeypatch, capsys):
-    """The row that shows an evaluation has its failures, too."""
-    (tmp_path / "failures").mkdir()
-    monkeypatch.setenv("FLAKY", f"raise:99:{tmp_path}/failures")
-    more = "--num-workers 0 --num-iterations 2 --level-costs 1 1 1 --check-episodes 2".split()
-    more += ["--eval-every", "2", "--failed-reward", "-1"]
-    words = options(ppo_multilevel, tmp_path, "envs:make_flaky_evaluation", *more)
-    assert run_main(ppo_multilevel, monkeypatch, *words) == 0
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    failures = [int(row["failures"]) for row in rows(run_dir)]
-    assert 3 < failures[0] == failures[1] < failures[2]
-    # Three lines of each kind are shown, all are in the file.
-    error = capsys.readouterr().err
-    assert error.count(") failed: RuntimeError") == 6
-    assert f"and {failures[0] - 3} more failed steps" in error
-    lines = (run_dir / "failures.txt").read_text().splitlines()
-    assert len(lines) == failures[2]
-    assert re.match(
-        r"iteration 0: .* level 2 \(seed \d+, episode 1, .*\) failed: Runtime", lines[0]
-    )
+def test_failed_steps_of_checks(tmp_path, capsys):
+    """They count as failed steps do in what a check and an evaluation return."""
+    more = "--env envs:make_step --failed-reward -1 --schedule adaptive --check-episodes 2"
+    more = [*more.split(), "--eval-every", "1", "--eval-episodes", "2", "--num-iterations", "1"]
+    run = ml.train(ml.parse_args(words(ml, tmp_path, *more)))
+    # In a game's first episode rewards are 1, 2, 3, 4, and the fifth step fails.
+    assert run.history[0]["check_return"] == run.history[0]["eval_return"] == 1 + 2 + 3 + 4 - 1
+    assert "level 2 (seed 20001, episode 1, after 4 steps) failed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=NAMES, indirect=True)
+@pytest.mark.parametrize("where", ["reset", "nan_psi"])
+def test_only_steps_may_fail(tmp_path, where):
+    """--failed-reward does not forgive a reset, or a state that cannot be taken over."""
+    more = ["--env", f"envs:make_{where}", "--levels", "2", "3", "--failed-reward", "-1"]
+    with pytest.raises(ml.GameError, match="level 2 .* failed in (reset|map_from): "):
+        ml.train(ml.parse_args(words(ml, tmp_path, *more)))
+
+
+# Files and output ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_full_disk_while_saving(tmp_path, capsys):
+    """One line says so. The old checkpoint is whole, and the run can be resumed from it."""
+    assert run_main(ppo, *words(ppo, tmp_path, "--num-iterations", "2")) == 0
+    (run_dir,) = tmp_path.iterdir()
+    before = (run_dir / "checkpoint.pt").read_bytes()
+    (run_dir / "checkpoint.partial").symlink_to("/dev/full")
+    more = ["--resume", str(run_dir), "--num-iterations", "5", "--save-every", "3", "--quiet"]
+    assert run_main(ppo, *more) == 1
+    assert re.fullmatch("ppo.py: error: .*No space left on device.*\n", capsys.readouterr().err)
+    assert (run_dir / "checkpoint.pt").read_bytes() == before
+    assert iterations(run_dir) == [1, 2, 3]
+
+    (run_dir / "checkpoint.partial").unlink()  # there is room again
+    assert run_main(ppo, *more) == 0
+    assert iterations(run_dir) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("what", ["progress.csv", "TensorBoard"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_full_disk_while_logging(tmp_path, capsys, monkeypatch, what):
+    """A line says so, the last one; the checkpoint before it is whole."""
+    real = ppo.Run.log
+
+    def log(run, row):
+        if run.iteration == 3 and what == "progress.csv":
+            full = open("/dev/full", "w", buffering=1, newline="")
+            run.logger.csv = csv.DictWriter(full, run.logger.columns)
+        if run.iteration == 3 and what == "TensorBoard":
+            writer = run.logger.events._get_file_writer().event_writer._async_writer._writer
+            writer._writer = open("/dev/full", "wb", buffering=0)
+        real(run, row)
+
+    monkeypatch.setattr(ppo.Run, "log", log)
+    more = ["--num-iterations", "5", "--save-every", "1"]
+    assert run_main(ppo, *words(ppo, tmp_path, *more)) == 1
+    *_, line = capsys.readouterr().err.splitlines()
+    assert re.fullmatch("ppo.py: error: .*No space left on device.*", line)
+    (run_dir,) = tmp_path.iterdir()
+    assert saved(ppo, run_dir) == 2
+
+
+@both
 def test_output_that_nobody_reads_any_more(script, tmp_path, capsys, monkeypatch):
-    """When `| head` or `| tee` has gone, the run ends with a checkpoint of what it has learned."""
-    argv = [x for x in options(script, tmp_path, GOOD[script]) if x != "--quiet"]
+    """When `| head` has gone, the run ends with a checkpoint of what it has learned."""
 
     def closed(*values, file=None, **options):
         if file is not sys.stderr:
-            raise BrokenPipeError
+            raise BrokenPipeError("Broken pipe")
         print(*values, file=file, **options)
 
     monkeypatch.setattr(script, "print", closed, raising=False)
-    assert run_main(script, monkeypatch, *argv, "--num-iterations", "3") == 1
-    assert "BrokenPipeError" in capsys.readouterr().err
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    state = script.Checkpoint(run_dir).read()
-    assert state["counters"]["iteration"] == 1 and state["games"] is not None  # all goes on
+    options = words(script, tmp_path, "--num-iterations", "3")
+    options.remove("--quiet")
+    assert run_main(script, *options) == 1
+    assert capsys.readouterr().err == f"{script.__name__}.py: error: Broken pipe\n"
+    (run_dir,) = tmp_path.iterdir()
+    assert saved(script, run_dir) == 1
+    monkeypatch.undo()
+    assert run_main(script, "--resume", str(run_dir), "--quiet") == 0
+    assert iterations(run_dir) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=NAMES, indirect=True)
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_signal_that_cannot_be_reported(script, tmp_path, monkeypatch, signum):
+def test_loss_that_is_no_number(tmp_path, capsys, monkeypatch):
+    """One line; the last checkpoint stays as it was, before the update that failed."""
+    calls = []
+
+    def losses(*arguments):
+        terms = real(*arguments)
+        calls.append(1)
+        # The second minibatch of iteration 3.
+        return terms if len(calls) < 6 else (terms[0] * np.nan, *terms[1:])
+
+    real = ppo.losses
+    monkeypatch.setattr(ppo, "losses", losses)
+    more = ["--num-iterations", "4", "--save-every", "1"]
+    assert run_main(ppo, *words(ppo, tmp_path, *more)) == 1
+    error = capsys.readouterr().err
+    assert error == "ppo.py: error: no finite gradient: lower --learning-rate?\n"
+    (run_dir,) = tmp_path.iterdir()
+    state = ppo.read_checkpoint(run_dir)
+    assert state["counters"]["iteration"] == 2
+    assert float(state["optimizer"]["state"][0]["step"]) == 4
+
+
+# Signals ------------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize(
+    "during, call, signum, last",
+    [
+        ("rollout", 2, signal.SIGINT, 2),
+        ("update", 2, signal.SIGTERM, 2),
+        ("evaluate", 1, signal.SIGTERM, 0),
+        ("evaluate", 2, signal.SIGINT, 1),
+        ("write_file", 2, signal.SIGINT, 1),  # the first checkpoint; the first file is config.json
+    ],
+)
+def test_signal(script, tmp_path, capsys, monkeypatch, during, call, signum, last):
+    """Whatever it interrupts, the iteration is finished and saved, and the run can be resumed."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    more = "--num-iterations 3 --save-every 1 --eval-every 1 --eval-episodes 2".split()
+    with monkeypatch.context() as patch:
+        real = getattr(script, during)
+        calls = []
+        if during == "rollout" and script is ml:
+            call *= 2  # an iteration has one on each level
+
+        def function(*arguments, **options):
+            calls.append(1)
+            if len(calls) == call:
+                signal.raise_signal(signum)
+            return real(*arguments, **options)
+
+        patch.setattr(script, during, function)
+        assert run_main(script, *words(script, tmp_path, *more)) == 128 + signum
+    line = "stopping after this iteration; Ctrl-C once more to stop now\n"
+    assert capsys.readouterr().err == line
+    (run_dir,) = tmp_path.iterdir()
+    assert saved(script, run_dir) == last
+    assert iterations(run_dir) == list(range(last + 1))
+
+    assert run_main(script, "--resume", str(run_dir), "--quiet") == 0
+    assert capsys.readouterr().err == ""
+    assert iterations(run_dir) == [0, 1, 2, 3]
+    assert all(row["eval_return"] for row in rows(run_dir))
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+@linux
+@pytest.mark.parametrize("num_workers", ["0", "1"])
+def test_ctrl_c_once_more(tmp_path, capsys, monkeypatch, num_workers):
+    """One more than a second later stops at once, though a game hangs. SIGTERM never does.
+
+    A signal of the same second is the same request: torchrun and batch systems send two.
+    """
+    signals = [signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT]
+    times = iter([0.0, 0.9, 1.1, *range(100, 999, 20)])  # a SIGTERM does not look at the clock
+    main = os.getpid()
+    steps = []
+    real = ppo.Game.step
+
+    def step(game, t, action):
+        steps.append(1)
+        if len(steps) == 4 * 16 + 5:  # in iteration 2
+            for signum in signals:
+                os.kill(main, signum)
+                time.sleep(0.05)
+            time.sleep(60)
+        real(game, t, action)
+
+    clock = SimpleNamespace(monotonic=lambda: next(times), perf_counter=time.perf_counter)
+    monkeypatch.setattr(ppo, "time", clock)
+    monkeypatch.setattr(ppo.Game, "step", step)
+    more = ["--num-workers", num_workers, "--save-every", "1", "--num-iterations", "3"]
+    assert run_main(ppo, *words(ppo, tmp_path, *more)) == 128 + signal.SIGINT
+    assert multiprocessing.active_children() == []
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "stopping after this iteration; Ctrl-C once more to stop now"
+    assert second == "stopped at once; iterations since the last checkpoint are lost"
+    (run_dir,) = tmp_path.iterdir()
+    assert saved(ppo, run_dir) == 1 and iterations(run_dir) == [1]
+
+
+def test_signal_that_cannot_be_reported(tmp_path, monkeypatch):
     """Its message may go to a program that the same signal has ended, or to a full disk."""
 
     def closed(*_, **__):
         raise BrokenPipeError
 
-    def step(pool, *command, **options):
-        if command[0] == "play" and not stopped:
-            stopped.append(signal.raise_signal(signum))
-        return real(pool, *command, **options)
-
-    real, stopped = script.WorkerPool.call, []
-    monkeypatch.setattr(script.WorkerPool, "call", step)
-    monkeypatch.setattr(script, "print", closed, raising=False)
-    monkeypatch.setattr(script, "hints_of_start", lambda *_: [], raising=False)  # they play, too
-    more = "--num-iterations 3 --num-workers 2".split()
-    argv = options(script, tmp_path, GOOD[script], *more)
-    assert run_main(script, monkeypatch, *argv) == 128 + signum
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    state = script.Checkpoint(run_dir).read()
-    assert state["counters"]["iteration"] == 1 and state["games"] is not None
-
-
-@pytest.mark.parametrize(
-    "script, schedule",
-    [(ppo, None), (ppo_multilevel, "adaptive"), (ppo_multilevel, "together")],
-    indirect=["script"],
-)
-def test_signal_before_the_first_row(script, tmp_path, monkeypatch, schedule):
-    """The run ends before its first check and evaluation, and begins with them when resumed."""
-    more = "--num-iterations 2 --num-workers 0 --eval-every 1 --eval-episodes 2".split()
-    argv = options(script, tmp_path, GOOD[script], *more)
-    if schedule:
-        argv += ["--schedule", schedule, "--check-episodes", "2"]
-    real = script.WorkerPool.call
-
-    def call(pool, *command, **how):
-        pool.call = real.__get__(pool)  # next time
+    def rollout(*arguments):
         signal.raise_signal(signal.SIGTERM)
-        return real(pool, *command, **how)
+        return real(*arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(script.WorkerPool, "call", call)
-        assert run_main(script, monkeypatch, *argv) == 128 + signal.SIGTERM
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    assert rows(run_dir) == []
-    assert run_main(script, monkeypatch, "--resume", str(run_dir), "--quiet") == 0
-    assert [row["iteration"] for row in rows(run_dir)] == ["0", "1", "2"]
-    assert all(row["eval_return"] for row in rows(run_dir))
-    if schedule == "adaptive":
-        assert rows(run_dir)[0]["check_return"]
+    real = ppo.rollout
+    monkeypatch.setattr(ppo, "rollout", rollout)
+    monkeypatch.setattr(ppo, "print", closed, raising=False)
+    assert run_main(ppo, *words(ppo, tmp_path)) == 128 + signal.SIGTERM
+    (run_dir,) = tmp_path.iterdir()
+    assert saved(ppo, run_dir) == 1
 
 
-@pytest.mark.parametrize("iteration", [1, 3])
-@pytest.mark.parametrize("script", [ppo, ppo_multilevel], ids=NAMES, indirect=True)
-def test_resumed_run_does_not_repeat_the_failure(script, tmp_path, capsys, monkeypatch, iteration):
-    """A state in which a game always fails: games that are saved before it come to it again. So
-    they are not kept, though that iteration was saved with them; new games go other ways.
-    """
-    states, steps, checkpoints = set(), [], []
-    name = "show" if script is ppo else "record"  # is called with what a step led to
-    real, real_write = getattr(script.Game, name), script.write_file
-    per_iteration = 4 * 16 if script is ppo else 4 * (16 + 8 + 8)
-
-    def record(game, *results):
-        obs, other = results[1::-1] if script is ppo else results[:2]
-        if script is ppo and other == "obs":
-            return real(game, *results)
-        steps.append(1)
-        state = obs.tobytes(), other  # the reward: observations of a coarse level are rounded
-        if len(steps) == per_iteration * (iteration - 1) + 40:
-            states.add(state)
-        if state in states:
-            raise RuntimeError("broken on purpose")
-        real(game, *results)
-
-    def write_file(path, content):
-        if path.name == "checkpoint.pt":
-            checkpoints.append(content)
-        real_write(path, content)
-
-    monkeypatch.setattr(script.Game, name, record)
-    monkeypatch.setattr(script, "write_file", write_file)
-    more = "--num-workers 0 --num-iterations 4 --save-every 1".split()
-    assert run_main(script, monkeypatch, *options(script, tmp_path, GOOD[script], *more)) == 1
-    assert "broken on purpose" in capsys.readouterr().err.splitlines()[0]
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    state = script.Checkpoint(run_dir).read()
-    assert state["games"] is None and state["counters"]["iteration"] == iteration - 1
-    assert len(checkpoints) == iteration  # the last one is that of the failure
-    if iteration == 3:  # from the games that were saved before the run fails in the same state
-        (run_dir / "checkpoint.pt").write_bytes(checkpoints[-2])
-        assert script.Checkpoint(run_dir).read()["games"] is not None
-        assert run_main(script, monkeypatch, "--resume", str(run_dir), "--quiet") == 1
-        assert "broken on purpose" in capsys.readouterr().err.splitlines()[0]
-        assert script.Checkpoint(run_dir).read()["games"] is None
-    assert run_main(script, monkeypatch, "--resume", str(run_dir), "--quiet") == 0
-    assert capsys.readouterr().err.startswith("all games start new episodes: ")
-    state = script.Checkpoint(run_dir).read()
-    assert state["starts"] == (2 if iteration == 3 else 1) and state["games"] is not None
-    assert [row["iteration"] for row in rows(run_dir)] == ["1", "2", "3", "4"]
+def be_program(options, output):
+    """Be a program of its own, whose output goes to a file."""
+    os.setsid()
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", closefd=False)
+    code = run_main(ppo, *options)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
-@pytest.mark.parametrize("num_workers", ["0", "1"])
-def test_games_that_fail_when_a_resumed_run_starts(tmp_path, monkeypatch, num_workers):
-    """Each attempt to go on has other seeds."""
-    run_dir, seeds = first_run(ppo, tmp_path), []
-    state = ppo.Checkpoint(run_dir).read()
-    torch.save(state | {"games": None}, run_dir / "checkpoint.pt")
-    real = ppo.game_seeds
+@linux
+@pytest.mark.parametrize("how", ["two SIGTERM", "SIGINT to all"])
+def test_program_that_is_stopped(tmp_path, how):
+    """SIGTERM twice, as torchrun sends it, or Ctrl-C, which workers get too, leave a checkpoint."""
+    log_dir = tmp_path / "runs"
+    options = words(ppo, log_dir, *"--num-workers 2 --num-iterations 1000000".split())
+    output = tmp_path / "output"
+    program = multiprocessing.get_context("fork").Process(target=be_program, args=(options, output))
+    program.start()
 
-    def game_seeds(*arguments):
-        seeds.append(real(*arguments))
-        return seeds[-1]
+    def trains():
+        return any(len(path.read_text()) > 1000 for path in log_dir.glob("*/progress.csv"))
 
-    def reset(*_, **__):
-        raise RuntimeError("broken on purpose")
-
-    monkeypatch.setattr(ppo, "game_seeds", game_seeds)
-    more = ["--resume", str(run_dir), "--num-iterations", "3", "--num-workers", num_workers]
-    for _ in range(2):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ppo.Game, "start", reset)
-            assert run_main(ppo, monkeypatch, *more, "--quiet") == 1
-    assert run_main(ppo, monkeypatch, *more, "--quiet") == 0
-    assert len({*np.concatenate(seeds)}) == 3 * 4
-
-
-# Files --------------------------------------------------------------------------------------------
-
-
-def first_run(script, log_dir, iterations=2):
-    """Train a little. Returns the run's folder."""
-    more = ["--num-iterations", str(iterations), "--num-workers", "0"]
-    return script.train(script.parse_args(options(script, log_dir, GOOD[script], *more))).run_dir
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_full_disk_while_saving(script, tmp_path, capsys, monkeypatch):
-    """One line says so; the old checkpoint is whole, and the run can be resumed from it."""
-    run_dir = first_run(script, tmp_path)
-    before = (run_dir / "checkpoint.pt").read_bytes()
-    (run_dir / "checkpoint.partial").symlink_to("/dev/full")
-    capsys.readouterr()
-    more = ["--resume", str(run_dir), "--num-iterations", "5", "--save-every", "3", "--quiet"]
-    assert run_main(script, monkeypatch, *more) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(rf"{script.__name__}.py: error: .*No space left on device", line)
-    assert (run_dir / "checkpoint.pt").read_bytes() == before
-    assert rows(run_dir)[-1]["iteration"] == "3"
-    (run_dir / "checkpoint.partial").unlink(missing_ok=True)  # there is room again
-    assert run_main(script, monkeypatch, *more) == 0
-    assert capsys.readouterr().err == ""
-    assert [int(row["iteration"]) for row in rows(run_dir)[-5:]] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("what", ["progress.csv", "TensorBoard"])
-def test_full_disk_while_logging(script, tmp_path, capsys, monkeypatch, what):
-    """One line says so, also of TensorBoard's thread; the checkpoint before it is whole."""
-    real = script.Run.log
-
-    def log(run, row):
-        if row["iteration"] == 3 and what == "progress.csv":
-            full = open("/dev/full", "w", buffering=1, newline="")
-            run.logger.csv = csv.DictWriter(full, run.logger.columns)
-        if row["iteration"] == 3 and what == "TensorBoard":
-            writer = run.logger.events._get_file_writer().event_writer._async_writer._writer
-            writer._writer = open("/dev/full", "wb", buffering=0)
-        real(run, row)
-
-    monkeypatch.setattr(script.Run, "log", log)
-    more = ["--num-iterations", "5", "--save-every", "1", "--num-workers", "0"]
-    assert run_main(script, monkeypatch, *options(script, tmp_path, GOOD[script], *more)) == 1
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(rf"{script.__name__}.py: error: .*No space left on device", line)
-    assert script.Checkpoint(run_dir).read()["counters"]["iteration"] == 2
-
-
-def test_thread_of_a_game_that_fails(script, capsys, monkeypatch):
-    """Its traceback is shown, unlike that of TensorBoard's."""
-    monkeypatch.setattr(threading, "excepthook", None)
-    with pytest.raises(SystemExit):
-        run_main(script, monkeypatch, "--eval", "nowhere")
-    assert "nowhere" in capsys.readouterr().err
-    thread = threading.Thread(target=lambda: 1 / 0)
-    thread.start()
-    thread.join()
-    assert "ZeroDivisionError" in capsys.readouterr().err
-
-
-# Training -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_loss_that_is_no_number(script, tmp_path, capsys, monkeypatch, what):
-    """One line; the last checkpoint stays as it was, before the update that failed. The run is to
-    be so long that its end is no date."""
-    real, calls = script.losses, []
-
-    def losses(*arguments):
-        terms = real(*arguments)
-        calls.append(1)
-        if len(calls) < 6:  # the second minibatch of iteration 3
-            return terms
-        if what == "loss":
-            return terms[0] * np.nan, *terms[1:]
-        terms[0].register_hook(lambda gradient: gradient * np.nan)
-        return terms
-
-    monkeypatch.setattr(script, "losses", losses)
-    more = ["--num-iterations", str(10**17), "--save-every", "1", "--num-workers", "0"]
-    assert run_main(script, monkeypatch, *options(script, tmp_path, GOOD[script], *more)) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "no finite gradient" in line
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    state = script.Checkpoint(run_dir).read()
-    assert state["counters"]["iteration"] == 2
-    assert float(state["optimizer"]["state"][0]["step"]) == 4
-    monkeypatch.setattr(script, "losses", real)
-    more = ["--resume", str(run_dir), "--num-iterations", "3"]
-    assert run_main(script, monkeypatch, *more) == 0
-
-
-@pytest.mark.parametrize(
-    "during, signum",
-    [("rollout", signal.SIGINT), ("update", signal.SIGTERM), ("write_file", signal.SIGINT)],
-)
-def test_signal(script, tmp_path, capsys, monkeypatch, during, signum):
-    """Whatever it interrupts, the iteration is finished and saved; the run can be resumed."""
-    more = ["--num-iterations", "3", "--num-workers", "0", "--save-every", "1"]
-    args = script.parse_args(options(script, tmp_path, GOOD[script], *more))
-    with pytest.MonkeyPatch.context() as patch:
-        real, calls = getattr(script, during), []
-        when = 3 if during == "write_file" else 2  # config, progress, checkpoint
-
-        def function(*arguments):
-            calls.append(1)
-            if len(calls) == when:
-                signal.raise_signal(signum)
-            return real(*arguments)
-
-        patch.setattr(script, during, function)
-        patch.setattr(script, "parse_args", lambda: args)
-        assert script.main() == 128 + signum
-    assert "stopping after this iteration" in capsys.readouterr().err
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    iteration = script.Checkpoint(run_dir).read()["counters"]["iteration"]
-    assert 1 <= iteration < 3 and len(rows(run_dir)) == iteration
-    assert run_main(script, monkeypatch, "--resume", str(run_dir)) == 0
-    assert capsys.readouterr().err == ""
-    assert [row["iteration"] for row in rows(run_dir)] == ["1", "2", "3"]
+    assert wait_until(trains, 30)
+    children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
+    if how == "two SIGTERM":
+        os.kill(program.pid, signal.SIGTERM)
+        time.sleep(0.005)
+        os.kill(program.pid, signal.SIGTERM)
+    else:
+        os.killpg(program.pid, signal.SIGINT)
+    program.join(30)
+    signum = signal.SIGTERM if how == "two SIGTERM" else signal.SIGINT
+    assert program.exitcode == 128 + signum
+    assert output.read_text() == "stopping after this iteration; Ctrl-C once more to stop now\n"
+    assert len(children) == 2 and all_ended(children)
+    (run_dir,) = log_dir.iterdir()
+    assert saved(ppo, run_dir) == iterations(run_dir)[-1] > 2
