@@ -8,6 +8,8 @@ r"""The wells of a waterflood in OPM Flow, an industrial reservoir simulator, on
         --num-envs 40 --num-steps 16 --failed-reward -1 --hours 0.75 \
         --learning-rate 3e-4 --update-epochs 10 --init-log-std -1 --norm-value --no-shared-net \
         --hidden 64 64 --ent-coef 0 --target-kl 0
+    python tests/examples/use_policy.py RUN_DIR \
+        --compare tests/examples/opm_flow.py:against_water
 
 Four injectors on the left and four producers on the right of a square layer of streaky rock, which
 each episode draws anew. Level 1, 2 and 3 have 10, 20 and 40 cells a side. The rock is always drawn

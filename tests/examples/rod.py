@@ -62,6 +62,6 @@ class Rod(gym.Env):
 
 
 def thermostat(obs):
-    """Heat where the rod is colder than 1: a rule to compare a policy with."""
+    """Heat where the rod is colder than 1: a rule to compare a policy with, see use_policy.py."""
     temperatures = obs.reshape(4, 2).mean(axis=1)  # of the rod above each heater
     return np.clip(20 * (1 - temperatures), -1, 1)
