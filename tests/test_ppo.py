@@ -300,7 +300,7 @@ def test_policy_is_the_models(kind):
     rows = {"obs": torch.randn(M, obs_dim)}
     if "norm-obs" in POLICIES[kind]:
         model.obs_norm.update(3 * torch.randn(9, obs_dim, dtype=torch.double) + 1)
-        rows["obs"] = rows["obs"].double()
+        rows["obs"] = 20 * rows["obs"].double()  # some are beyond ±10 when normalised
     if model.memory is not None:
         rows |= {"starts": torch.rand(M) < 0.5, "state": torch.randn(M, model.memory.size)}
     if "action_mask" in model.inputs:
@@ -339,14 +339,27 @@ def update_setup(words=""):
     return model, optimizer, batch, args, torch.Generator().manual_seed(0)
 
 
-def test_target_kl_ends_the_update():
-    """The first step has KL 0; the second minibatch sees a KL above the target and stops."""
-    for words, expected in (("--target-kl 1e-9", 1), ("--target-kl 1e9", 3 * 4), ("", 3 * 4)):
-        model, optimizer, *rest = update_setup(words)
+def test_target_kl_ends_the_update(monkeypatch):
+    """The first step has KL 0; a minibatch that sees a KL above the target stops the update."""
+    real, seen = ppo.minibatch_loss, []
+
+    def minibatch_loss(*arguments):
+        loss, row = real(*arguments)
+        seen.append(float(row["approx_kl"]))
+        return loss, row
+
+    def steps_of(target):
+        model, optimizer, *rest = update_setup(f"--target-kl {target}")
         steps = []
-        optimizer.register_step_post_hook(lambda *_, steps=steps: steps.append(1))
-        row = ppo.update(model, optimizer, *rest)
-        assert len(steps) == expected and row["approx_kl"] > 0
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+        ppo.update(model, optimizer, *rest)
+        return len(steps)
+
+    monkeypatch.setattr(ppo, "minibatch_loss", minibatch_loss)
+    assert steps_of(0) == steps_of(1e9) == 3 * 4
+    second = seen[1]
+    assert seen[0] < 1e-9 < second
+    assert steps_of(0.99 * second) == 1 < steps_of(1.01 * second)
 
 
 @pytest.mark.parametrize("norm_adv", ["minibatch", "batch", "off"])
@@ -528,17 +541,34 @@ def test_resume_starts_from_the_checkpoint(run, tmp_path):
     again = ppo.train(ppo.parse_args(["--resume", str(copy), "--quiet"]))
     for name, value in run.model.state_dict().items():
         assert torch.equal(value, again.model.state_dict()[name])
+    assert len(run.recent) > 2 and again.recent == run.recent
     assert progress(copy) == progress(run.run_dir)
 
 
-def test_eval(run, capsys, monkeypatch, tmp_path):
-    """--eval prints mean ± sd, which are those of the run's own last evaluation."""
-    monkeypatch.chdir(tmp_path)
-    returns = ppo.evaluate_run(ppo.parse_args(["--eval", str(run.run_dir)]))
-    found = re.search(r"(-?\d+\.\d+) ± (\d+\.\d+) over 2 episodes", capsys.readouterr().out)
+def play_literally(model, seed):
+    """Return the return of CartPole's first episode from a seed, with the policy's mode."""
+    total, ended = 0.0, False
+    with gym.make("CartPole-v1") as env:
+        obs, _ = env.reset(seed=seed)
+        while not ended:
+            action = int(model(torch.tensor(obs))[0].argmax())
+            obs, reward, terminated, truncated, _ = env.step(action)
+            total, ended = total + reward, terminated or truncated
+    return total
+
+
+def test_eval(run, capsys):
+    """--eval prints mean ± sd of the episodes from its seeds; those of the run's own evaluations.
+
+    A game that has ended before the others plays further episodes, which do not count.
+    """
+    args = ppo.parse_args(["--eval", str(run.run_dir), "--eval-episodes", "16"])
+    returns = ppo.evaluate_run(args)
+    assert returns.tolist() == [play_literally(run.model, ppo.EVAL_SEED + k) for k in range(16)]
+    found = re.search(r"(-?\d+\.\d+) ± (\d+\.\d+) over 16 episodes", capsys.readouterr().out)
     assert float(found[1]) == pytest.approx(returns.mean(), abs=1e-3)
     assert float(found[2]) == pytest.approx(returns.std(), abs=1e-3)
-    assert returns.mean() == run.history[-1]["eval_return"]
+    assert returns[: run.args.eval_episodes].mean() == run.history[-1]["eval_return"]
 
 
 def test_evaluations_begin_alike(tmp_path):
@@ -612,10 +642,9 @@ def test_status_lines(capsys, tmp_path):
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
 @pytest.mark.parametrize("env, least", [("CartPole-v1", 475), ("Pendulum-v1", -250)])
 def test_learns(tmp_path, env, least, seed):
-    """The README's commands do: to 475, CartPole's "solved", and to -250 on Pendulum."""
-    command = f"python ppo.py --env {env}.*?(?= {{2,}}#)"
-    options = re.findall(command, (ROOT / "README.md").read_text())[0].split()[2:]
-    command = [sys.executable, "ppo.py", *options, "--seed", seed, "--quiet"]
+    """The docstring's commands do: to 475, CartPole's "solved", and to -250 on Pendulum."""
+    words = re.search(rf"python ppo.py (--env {env}[^#\n]*)", ppo.__doc__)[1].split()
+    command = [sys.executable, "ppo.py", *words, "--seed", seed, "--quiet"]
     subprocess.run([*command, "--log-dir", str(tmp_path)], cwd=ROOT, check=True)
     (run_dir,) = tmp_path.iterdir()
     assert max(float(row["episodic_return"]) for row in progress(run_dir)) >= least
