@@ -1779,7 +1779,7 @@ class WorkerPool:
         self.workers = []
         num_workers = min(args.num_workers, args.num_envs // NUM_RANKS)
         if num_workers == 0:
-            seed_generators(args.seed + RANK)
+            seed_generators(draw_seeds(1, args.seed, RANK).item())
             self.player = make_player(self.model, RANK, NUM_RANKS)
             return
 
@@ -1870,7 +1870,7 @@ def work(pipe, copies, seed, make_player, model, index, count):
     signal.signal(signal.SIGTERM, lambda *_: None)
     # A worker has one core, and torch's threads do not survive a fork.
     torch.set_num_threads(1)
-    seed_generators(seed + index)
+    seed_generators(draw_seeds(1, seed, index).item())
 
     with closing(make_player(model, index, count)) as player, suppress(EOFError, OSError):
         # The pool has closed its end of the pipe, or the main process has died: both end this.
