@@ -59,19 +59,10 @@ class Double(Small):
 
 
 class Lottery(Small):
-    """Rewards from one of the generators that all code of a process shares."""
-
-    DRAWS = {
-        "numpy": np.random.rand,
-        "python": random.random,
-        "torch": lambda: float(torch.rand(())),
-    }
-
-    def __init__(self, draw="numpy", level=1):
-        self.draw = self.DRAWS[draw]
+    """Rewards from all generators that all code of a process shares."""
 
     def pay(self, action):
-        return self.draw()
+        return random.random() + np.random.rand() + float(torch.rand(()))
 
 
 class Bit(Small):
@@ -146,7 +137,7 @@ class Careless(Small):
 
 
 class Shop(Small):
-    """Three actions, the third is forbidden and pays 1. The mask comes in some form."""
+    """Three actions, of which the third pays 1. The mask comes in some form."""
 
     action_space = gym.spaces.Discrete(3)
 
@@ -165,38 +156,14 @@ class Shop(Small):
 
 
 class Changing(Shop):
-    """Its mask [1, 1, 0] becomes [0, 1, 1] after the first step, a list that has two meanings."""
+    """Its mask [1, 1, 0] becomes [0, 1, 1] after the first step."""
 
     def info(self):
         return {"action_mask": [0, 1, 1] if self.t else [1, 1, 0]}
 
 
-class Menu(Shop):
-    """A MultiDiscrete whose mask is a list of lists, one for each entry."""
-
-    action_space = gym.spaces.MultiDiscrete([3, 2])
-
-    def __init__(self):
-        super().__init__([[1, 1, 0], [0, 1]])
-
-    def pay(self, action):
-        return float(action[0] == 2 or action[1] == 0)
-
-
-class Sizes(Small):
-    """Its pictures do not keep their size."""
-
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 5}
-
-    def __init__(self, render_mode=None):
-        self.render_mode = render_mode
-
-    def render(self):
-        return np.zeros((64 + 16 * self.t, 64, 3), np.uint8)
-
-
 class Valve(Small):
-    """A Box of float64 whose bounds float32 does not have. The lower one pays most."""
+    """A Box of float64 whose bounds float32 does not have."""
 
     action_space = gym.spaces.Box(-0.1, 0.3, (1,), np.float64)
 
@@ -209,9 +176,7 @@ INFINITE = float("inf")
 ENVS = {
     "Gradient": (Gradient, {}),
     "Double": (Double, {}),
-    "Lottery-numpy": (Lottery, {"draw": "numpy"}),
-    "Lottery-python": (Lottery, {"draw": "python"}),
-    "Lottery-torch": (Lottery, {"draw": "torch"}),
+    "Lottery": (Lottery, {}),
     "Bit-nano": (Bit, {"scale": "nano"}),
     "Bit-epoch": (Bit, {"scale": "epoch"}),
     "Bit-utm": (Bit, {"scale": "utm"}),
@@ -234,11 +199,7 @@ ENVS = {
     "Shop-array": (Shop, {"mask": np.int8([0, 1, 1])}),
     "Shop-nan": (Shop, {"mask": [1, 1, float("nan")]}),
     "Shop-reset": (Shop, {"mask": [1, 1, 0], "after": [0]}),
-    "Shop-step": (Shop, {"mask": [1, 1, 0], "after": [1, 2, 3, 4, 5]}),
-    "Shop-attribute": (Shop, {"attribute": "action_mask"}),
     "Shop-no_method": (Shop, {"attribute": "action_masks"}),
-    "Menu": (Menu, {}),
-    "Sizes": (Sizes, {}),
     "Valve": (Valve, {}),
 }
 for name, (env, options) in ENVS.items():

@@ -297,7 +297,7 @@ def test_workers_draw_other_numbers(monkeypatch, num_workers):
     assert first.shape == (max(1, num_workers), 3)
     assert len(np.unique(first)) == first.size
     assert np.array_equal(first, drawn(1))
-    assert not np.isin(drawn(100), first).any()
+    assert not np.isin(drawn(2), first).any()
     monkeypatch.setattr(ppo, "NUM_RANKS", 2)
     monkeypatch.setattr(ppo, "RANK", 1)
     monkeypatch.setattr(ppo, "gathered_objects", lambda value: [value])
