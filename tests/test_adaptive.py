@@ -150,11 +150,23 @@ def test_length_of_a_window(adaptive):
 def test_gain_restores_trust(adaptive):
     """A gain beyond one standard error: trust 1 for the level, twice as much for all others."""
     error = 1.0 / 3**0.5  # of four differences ±1: deviation √(4/3), over √4
-    for factor, trust in ((1.01, [1.0, 0.5, 1.0]), (0.99, [0.25, 0.25, 0.6])):
+    for factor, trust in ((1.01, [1.0, 0.5, 1.0]), (0.99, [0.125, 0.25, 0.6])):
         rule, run = adaptive()
-        rule.trust = torch.tensor([0.5, 0.25, 0.6], dtype=torch.float64)
+        rule.trust = torch.tensor([0.25, 0.25, 0.6], dtype=torch.float64)
         window(rule, run, factor * error, 1.0)
         assert rule.trust.tolist() == trust
+
+
+def test_any_check_of_the_window_may_gain(adaptive):
+    """What counts is the best one, not the one at the window's end."""
+    rule, run = adaptive()
+    rule.trust[:] = 0.25
+    run.checks = [(2.0, 0.0)]
+    rule.check(run)
+    window(rule, run, -1.0)
+    assert rule.trust.tolist() == [1.0, 0.5, 0.5]
+    window(rule, run, 1.0)  # less than the best one of before
+    assert rule.trust.tolist() == [0.5, 0.5, 0.5]
 
 
 def test_failures_lead_to_the_next_level(adaptive):
