@@ -15,7 +15,6 @@ import learn_ressim  # noqa: E402
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 import tables  # noqa: E402
-import torch  # noqa: E402
 from tables import RESULTS, ROOT, TITLES, read  # noqa: E402
 
 sys.path.insert(0, str(ROOT))
@@ -132,14 +131,13 @@ def pictures():
     import ppo_atari
 
     args = ppo_atari.parse_args(["--env", "Breakout"])
-    arrays = {"obs": np.zeros((1, 84, 84, 4), np.uint8), "ended": np.zeros(1, bool)}
-    game = ppo_atari.Game(args, 0, 1, arrays, render_mode="rgb_array")
-    with closing(game):
-        game.reset(seed=1)
-        for step in range(60):
-            game.press([2, 2, 3, 0][step % 4])
-            game.obs[:] = np.concatenate([game.obs[..., 1:], game.picture()[..., None]], axis=-1)
-        frame = game.env.render()
+    rows = {name: tensor.numpy() for name, tensor in ppo_atari.make_rows(args, 1).items()}
+    game = ppo_atari.Game(args, rows, 0)
+    with closing(game.env):
+        game.start(seed=1, t=0)
+        for t in range(60):
+            game.step(t, [2, 2, 3, 0][t % 4])
+        frame = game.ale.getScreenRGB()
     figure, axes = plt.subplots(1, 5, figsize=(13, 3.4), width_ratios=[1.1, 1, 1, 1, 1])
     axes[0].imshow(frame)
     axes[0].set_title("Breakout")
@@ -156,11 +154,11 @@ def learned(args):
     import ppo_multilevel as ml
 
     model = ml.make_model(args)
-    model.load_state_dict(ml.Checkpoint(args.eval).read()["model"])
+    model.load_state_dict(ml.read_checkpoint(args.eval)["model"])
+    policy = ml.Policy(model)
 
     def control(obs):
-        action, _ = model.policy(torch.as_tensor(obs)[None])
-        return ml.to_env(action.numpy(), model.action_space)[0]
+        return ml.to_env(policy.act(obs[np.newaxis]), model.action_space)[0]
 
     return control
 
@@ -224,13 +222,13 @@ def opm():
     controls["learned policy"] = learned(args)
     figure, axes = plt.subplots(1, 4, figsize=(13, 3.7))
     for ax, (name, control) in zip(axes[1:], controls.items()):
-        env = opm_flow.Flow(args.eval_level)
+        env = opm_flow.Flow(args.levels[-1])
         obs, _ = env.reset(seed=ml.EVAL_SEED)
         total = play(env, obs, control)
         ax.imshow(env.render())
         ax.set_title(f"{name}: {total:.3f}")
         env.close()
-    env = opm_flow.Flow(args.eval_level)
+    env = opm_flow.Flow(args.levels[-1])
     env.np_random = np.random.default_rng(ml.EVAL_SEED)
     axes[0].imshow(np.log(env.draw_permeability()), cmap="viridis")
     axes[0].set_title("log permeability")

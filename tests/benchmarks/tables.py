@@ -125,22 +125,48 @@ def load(case, run):
     else by the evaluations themselves, which favours it.
     """
     commands = json.loads((RESULTS / "ressim" / "runs.json").read_text())
-    step_seconds = learn_ressim.COSTS[case][-1] / 1e3
     row_seconds = update_seconds(run)
     seeds = {}
     for path in sorted((RESULTS / "ressim").glob(f"{run}__*.csv")):
         rows = [row for row in read(path) if row["eval_return"]]
-        cost = np.array([float(row["sim_cost"]) for row in rows])
-        if run == "v1-1level":  # it was counted otherwise then
-            cost = np.array([ROWS * float(row["iteration"]) for row in rows])
-        simulation = step_seconds * cost
-        updates = row_seconds * np.array([float(row["global_step"]) for row in rows])
-        returns = np.array([float(row["eval_return"]) for row in rows])
+        simulation = simulation_seconds(case, run, rows)
+        updates = row_seconds * numbers(rows, "global_step")
+        returns = numbers(rows, "eval_return")
         by_checks = "adaptive" in run or "rules.py single" in commands[path.stem]["command"]
         if not by_checks:
             returns = np.maximum.accumulate(returns)
         seeds[path.stem.partition("__")[2]] = simulation + updates, simulation, returns
     return seeds
+
+
+def numbers(rows, name):
+    """Return a column of rows as an array."""
+    return np.array([float(row[name]) for row in rows])
+
+
+def simulation_seconds(case, run, rows):
+    """Return the nominal seconds of a run's simulation at rows of its record.
+
+    Older records have `sim_cost`, the simulation in steps of the finest level. Newer ones have
+    `seconds`, the run's clock, which counts updates, too.
+    """
+    finest = learn_ressim.COSTS[case][-1] / 1e3
+    if run == "v1-1level":  # it has no nominal costs, and plays the finest level only
+        return finest * ROWS * numbers(rows, "iteration")
+    if "sim_cost" in rows[0]:
+        return finest * numbers(rows, "sim_cost")
+    return numbers(rows, "seconds") - charged(run) * numbers(rows, "global_step")
+
+
+def charged(run):
+    """Return the seconds of a row of an update on a run's own clock, by its --level-costs."""
+    parser = learn_ressim.ml.make_parser()
+    words = learn_ressim.RUNS[run].split()
+    if not words[0].startswith("-"):
+        words = words[1:]  # the name of a rule
+    given = parser.parse_args(words)
+    parser.set_defaults(**learn_ressim.ml.defaults_of(given))
+    return learn_ressim.ml.Costs(parser.parse_args(words)).given[-1]
 
 
 def recorded(case):
@@ -369,11 +395,13 @@ def load_paper(case, run):
     costs, (_, levels, steps) = learn_ressim.COSTS[case], PAPER[case][run]
     members = [*zip(levels, steps), *zip(levels, steps[1:])]  # own, partners
     cost = 50 * sum(costs[level - 1] * T for level, T in members) / costs[-1]
-    seeds, names = [], ("sim_seconds", "wall_seconds", "eval_return", "iteration")
+    seeds = []
     for path in sorted((RESULTS / "ressim").glob(f"{run}__*.csv")):
-        rows = read(path)
-        seed = {name: np.array([float(row[name]) for row in rows]) for name in names}
-        seeds.append(seed | {"cost": seed["iteration"] * cost})
+        rows = [row for row in read(path) if row["eval_return"]]
+        seed = {name: numbers(rows, name) for name in ("eval_return", "iteration")}
+        # Newer records have the run's clock only, which counts updates, too.
+        clock = "sim_seconds" if "sim_seconds" in rows[0] else "seconds"
+        seeds.append(seed | {"seconds": numbers(rows, clock), "cost": seed["iteration"] * cost})
     return seeds
 
 
@@ -394,7 +422,7 @@ def paper(case):
             spread([seed["eval_return"][-3:].mean() for seed in seeds], ".4f"),
         ]
         cells.append(spread([seed["eval_return"].max() for seed in seeds], ".4f"))
-        for share, column in ((0.95, "sim_seconds"), (0.99, "sim_seconds"), (0.99, "cost")):
+        for share, column in ((0.95, "seconds"), (0.99, "seconds"), (0.99, "cost")):
             target = start + share * (end - start)
             curves = [(seed[column], seed["eval_return"]) for seed in seeds]
             cells.append(spread([first(*curve, target) for curve in curves], ",.0f"))
