@@ -9,8 +9,8 @@ RUN_DIR is the run's folder. In all three the policy acts with its mode, as in -
 --film writes rl-video-episode-0.mp4 into it. With ppo_multilevel.py the function that makes the
 simulation must take `render_mode` for that, as Gymnasium's environments do.
 
---onnx writes policy.onnx, for programs without PyTorch. It needs the package onnx. The input `obs` is
-what the env shows, flattened, as float64 with --norm-obs. Policies with masks have an input
+--onnx writes policy.onnx, for programs without PyTorch. It needs the package onnx. The input `obs`
+is what the env shows, flattened, as float64 with --norm-obs. Policies with masks have an input
 `action_mask`, and those with a memory an input `state`, which is zeros at an episode's start. The
 output `action` is what the env takes. With a memory `next_state` is the second output. The first
 axis of each is the batch.
