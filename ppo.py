@@ -1282,7 +1282,7 @@ class WorkerPool:
         for i in range(num_workers):
             pipe, end = context.Pipe()
             # A fork has copies of this process's ends of all pipes, which it must close.
-            copies = [pipe, *(other for other, _ in self.workers)]
+            copies = [other for other, _ in self.workers] + [pipe]
             place = (RANK * num_workers + i, NUM_RANKS * num_workers)
             arguments = (end, copies, args.seed, make_player, self.model, *place)
             process = context.Process(target=work, args=arguments, daemon=True)
@@ -1706,8 +1706,8 @@ def evaluate_run(args):
     print(f"return {returns.mean():.4f} ± {returns.std():.4f} over {what}")
     if args.video:
         args.eval_episodes = 1
-        evaluate(model, args, video=args.eval)
-        print(f"video: {args.eval}/rl-video-episode-0.mp4")
+        evaluate(model, args, video=f"{args.eval}/video")
+        print(f"video: {args.eval}/video/rl-video-episode-0.mp4")
     return returns
 
 

@@ -1192,9 +1192,11 @@ def make_env(env_id, number, **options):
     env = make(level=number, **options)
 
     space = env.observation_space
+    actions = env.action_space
     sees_vectors = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
-    if not sees_vectors or not isinstance(env.action_space, (gym.spaces.Box, gym.spaces.Discrete)):
-        raise ValueError(f"not supported: spaces {space}, {env.action_space}")
+    takes_floats = isinstance(actions, gym.spaces.Box) and actions.dtype.kind == "f"
+    if not sees_vectors or not (takes_floats or isinstance(actions, gym.spaces.Discrete)):
+        raise ValueError(f"not supported: spaces {space}, {actions}")
     return env
 
 
@@ -1345,7 +1347,7 @@ class Game:
             self.record(t, obs, self.failed_reward, terminated=True, truncated=False, failed=True)
         self.go_on(t)
 
-    def record(self, t, obs, reward, terminated, truncated, failed=False):
+    def record(self, t, obs, reward, terminated, truncated, *, failed=False):
         """Write what came of the step in row t. The types are checked by converting them."""
         obs = self.vector(obs)
         reward = float(reward)
@@ -1789,7 +1791,7 @@ class WorkerPool:
         for i in range(num_workers):
             pipe, end = context.Pipe()
             # A fork has copies of this process's ends of all pipes, which it must close.
-            copies = [pipe, *(other for other, _ in self.workers)]
+            copies = [other for other, _ in self.workers] + [pipe]
             place = (RANK * num_workers + i, NUM_RANKS * num_workers)
             arguments = (end, copies, args.seed, make_player, self.model, *place)
             process = context.Process(target=work, args=arguments, daemon=True)
@@ -2069,15 +2071,16 @@ class Run(AbstractContextManager):
 
     def log(self, row):
         """Evaluate if it is due, and write the row."""
+        seconds = time.perf_counter() - self.began
+        self.counters["wall_seconds"] += seconds
+        row |= self.counters | {"seconds": self.seconds()}
+        steps_before = self.history[-1]["global_step"] if self.history else 0
+        row["sps"] = round((row["global_step"] - steps_before) / seconds)
+
         every = self.args.eval_every
         if every and (self.iteration % every == 0 or self.share_done() >= 1):
             row["eval_return"] = self.evaluate()
-        now = time.perf_counter()
-        self.counters["wall_seconds"] += now - self.began
-        steps_before = self.history[-1]["global_step"] if self.history else 0
-        row["sps"] = round((self.counters["global_step"] - steps_before) / (now - self.began))
-        self.began = now
-        row |= self.counters | {"seconds": self.seconds()}
+        self.began = time.perf_counter()
         self.history.append(row)
         if RANK == 0:
             self.logger.write(row, self.share_done())
@@ -2133,6 +2136,9 @@ class Run(AbstractContextManager):
     def __exit__(self, kind, *_):
         """Close everything. First save if `train` is done, a game has failed, or nobody reads."""
         with self.stack:
+            # An iteration that is not logged, since the check after it has failed, is done again.
+            if kind is GameError and self.history:
+                self.counters["iteration"] = self.history[-1]["iteration"]
             if kind in (None, GameError, BrokenPipeError):
                 self.save()
             if kind is None:

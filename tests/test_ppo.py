@@ -598,7 +598,7 @@ def test_video(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     words = ["--eval", str(run.run_dir), "--eval-episodes", "1", "--video"]
     returns = ppo.evaluate_run(ppo.parse_args(words))
-    video = cv2.VideoCapture(str(run.run_dir / "rl-video-episode-0.mp4"))
+    video = cv2.VideoCapture(str(run.run_dir / "video" / "rl-video-episode-0.mp4"))
     readable, picture = video.read()
     frames = video.get(cv2.CAP_PROP_FRAME_COUNT)
     video.release()
