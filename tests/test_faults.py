@@ -513,6 +513,13 @@ def test_ctrl_c_once_more(tmp_path, capsys, monkeypatch, num_workers):
     A signal of the same second is the same request: torchrun and batch systems send two.
     """
     signals = [signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT]
+    received = []
+    real_stop = ppo.Run.stop
+
+    def stop(run, signum, frame):
+        received.append(signum)
+        real_stop(run, signum, frame)
+
     times = iter([0.0, 0.9, 1.1, *range(100, 999, 20)])  # a SIGTERM does not look at the clock
     main = os.getpid()
     steps = []
@@ -529,9 +536,11 @@ def test_ctrl_c_once_more(tmp_path, capsys, monkeypatch, num_workers):
 
     clock = SimpleNamespace(monotonic=lambda: next(times), perf_counter=time.perf_counter)
     monkeypatch.setattr(ppo, "time", clock)
+    monkeypatch.setattr(ppo.Run, "stop", stop)
     monkeypatch.setattr(ppo.Game, "step", step)
     more = ["--num-workers", num_workers, "--save-every", "1", "--num-iterations", "3"]
     assert run_main(ppo, *words(ppo, tmp_path, *more)) == 128 + signal.SIGINT
+    assert received == signals
     assert multiprocessing.active_children() == []
     first, second = capsys.readouterr().err.splitlines()
     assert first == "stopping after this iteration; Ctrl-C once more to stop now"
