@@ -9,8 +9,9 @@
 How to read this file
     Is reinforcement learning new to you? Read "New to reinforcement learning" in README.md first:
     it explains the terms. Then skip the options. The algorithm follows: `train`, and below it
-    everything that `train` calls, down to the network. Read `train`, `rollout`, `Player.play`,
-    `gae`, `make_batch`, `losses`, `minibatch_loss`, `update` in this order.
+    everything that `train` calls, down to the network. Read `train`, `rollout`, `gae`,
+    `make_batch`, `losses`, `minibatch_loss`, `update`, `minibatches`, `gradient_step` in this
+    order. How the games are played stands in the section "games": `Player.play` and `Game.step`.
     The machinery starts at the section "speed". `train` opens a `Run`, which logs, evaluates, saves
     and stops. It has a `WorkerPool`: one `Player` in each worker process, or one in this process. A
     player has its share of the games, a `Policy` that acts for them, and the rows that they fill. A
@@ -52,13 +53,13 @@ The ideas behind it
     The entropy H rewards a policy that keeps trying different actions.
 
 Notation and shapes
-    s_t state or observation, a_t action, r_t reward; r_t(θ) is a ratio of probabilities, and no
+    s_t state or observation, a_t action, r_t reward; r_t(θ) is a ratio of probabilities, not a
     reward. π_θ(a|s) is the probability of a in s with the weights θ, γ the discount per step.
     E[·] mean over the rows of a minibatch, KL(p, q) = E_p[log p − log q].
     T steps (--num-steps), N environments (--num-envs), K epochs, B minibatches of M rows.
     D observation entries, A action entries, n logits of a discrete policy, F features of the last
     hidden layer, H features of a recurrent policy's memory, S entries of its whole state.
-    `pi` is the tensor that the policy's last layer, `model.head`, makes of an observation: the
+    `pi` is the tensor that the policy's last layer, `model.head`, makes of the features: the
     log-probabilities of the choices, or the mean of a Gaussian. The head has the log-probabilities
     of actions under it, and the entropy.
     `returns` in a batch are R_t. The return of an episode is the plain sum of its rewards.
@@ -69,7 +70,9 @@ Notation and shapes
 Papers, and departures from them
     "PPO" is Schulman et al. 2017 (arXiv 1707.06347), "GAE" is Schulman et al. 2016 (arXiv
     1506.02438). Huang et al. 2022, "The 37 implementation details of PPO", explains the details
-    that neither paper has. Eq. (9) has no factor ½ before the squared error; this code has it.
+    that neither paper has. Eq. (9) has no factor ½ before the squared error; this code has it. On
+    by default, and not in the equations above: advantages are normalised, V's change is clipped,
+    so is the gradient, and the learning rate falls to 0.
 """
 
 import argparse
@@ -189,7 +192,7 @@ def train(args):
     model = make_model(args)
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = make_optimizer(model, args)
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [group["lr"] for group in optimizer.param_groups]  # a resumed run loads other ones
 
     with Run(args, model, optimizer, generator) as run:
         run.begin()
@@ -254,15 +257,15 @@ def rollout(model, pool, args, generator):
     Returns the buffer, tensors (T, N, ...): obs, actions, logprobs, values, next_values, rewards,
     terminated, truncated, next_obs, and what else `make_rows` names.
     """
-    # Noise makes the sample: an action is `head.sample(pi, noise)`. The noise of all T · N actions
-    # is drawn first, in this process, so the actions do not depend on the number of workers.
+    # Noise makes an action a sample, see `head.sample`. The noise of all T · N actions is drawn
+    # first, in this process, so the actions do not depend on the number of workers.
     noise = model.head.noise(args.num_steps * args.num_envs, generator)
     noise = noise.view(args.num_steps, args.num_envs, -1)
     pool.load(model)
     buffer = side_by_side(pool.call("play", noise.cpu().numpy()))
     buffer = {name: rows.to(model.device) for name, rows in buffer.items()}
 
-    # What the policy sees has a row more, of the step that the next rollout begins with.
+    # What the policy sees has T + 1 rows. The next rollout starts with the last one.
     if model.memory is not None:
         buffer["next_state"] = buffer["state"][1:]
     for name in model.inputs:
@@ -275,7 +278,7 @@ def side_by_side(parts):
     """Return the rows of several processes, arrays (T, n, ...), as tensors (T, N, ...)."""
     buffer = {}
     for name in parts[0]:
-        column = np.concatenate([rows[name] for rows in parts], axis=1)
+        column = np.concatenate([rows[name] for rows in parts], axis=1)  # a copy
         buffer[name] = torch.from_numpy(column)
     return buffer
 
@@ -284,7 +287,7 @@ def side_by_side(parts):
 def add_values(model, buffer):
     """Add values V(s_t), next_values V(s_{t+1}) and logprobs log π_old(a_t|s_t) to the buffer.
 
-    One forward pass over all steps gives them, since no weight has changed while they were played.
+    Two passes over all steps give them, since no weight has changed while they were played.
     """
     pi, values = model(**{name: buffer[name] for name in model.inputs})
     buffer["logprobs"] = model.head.log_prob(pi, buffer["actions"])
@@ -328,12 +331,12 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. At the last step it is δ_t, where
     # V(s_{t+1}) stands for all later rewards.
     # Lists of the steps' rows, (N,), are faster to index than tensors.
+    advantages = list(delta)
     delta = list(delta)
     decay = list(decay)
-    A = list(delta)
-    for t in reversed(range(len(A) - 1)):
-        A[t] = delta[t] + decay[t] * A[t + 1]
-    return torch.stack(A)
+    for t in reversed(range(len(delta) - 1)):
+        advantages[t] = delta[t] + decay[t] * advantages[t + 1]
+    return torch.stack(advantages)
 
 
 def make_batch(buffer, model, args):
@@ -416,7 +419,7 @@ def minibatch_loss(model, mb, args):
     entropy = entropy.mean()
     approx_kl, clipfrac = policy_change(logratio, args.clip_coef)
 
-    # PPO, Eq. (9): loss = E[−L^CLIP + c_v ½ (V_θ − R)² − c_e H]
+    # PPO, Eq. (9): loss = −L^CLIP + E[c_v ½ (V_θ − R)² − c_e H]
     value_coef = args.vf_coef if args.baseline else 0.0
     loss = pg_loss + value_coef * v_loss - args.ent_coef * entropy
     # PPO, Eq. (8): + β KL(π_old, π_θ)
@@ -917,6 +920,7 @@ def as_function(module):
 
         return composed
     if type(module) is nn.Linear:
+        # These are views of the weights, so they see every change.
         weight = module.weight.detach().numpy().T
         bias = module.bias.detach().numpy()
         return lambda x: x @ weight + bias
@@ -1023,8 +1027,7 @@ class GameError(RuntimeError):
 class AtWork:
     """The context in which an env is called: any error becomes a GameError that says where.
 
-    A class takes a third of the time of a function with `contextmanager`, which is 4 % of a step of
-    CartPole.
+    A class takes a third of the time of a function with `contextmanager`, 4 % of a cheap step.
     """
 
     def __init__(self, game, doing):
@@ -1054,18 +1057,21 @@ class Game:
     the same episode or the start of another one, is in row t + 1.
     """
 
-    def __init__(self, args, rows, n, **options):
+    def __init__(self, args, rows, n, video=None):
         self.name = args.env
         self.gamma = args.gamma
         self.rows = rows
         self.n = n
-        self.env = make_env(args.env, **options)
+        self.env = make_env(args.env, video)
         self.shape = self.env.observation_space.shape
+        self.seed = None  # the seed of the last start
+        self.episode = 0  # how many have begun since then
+        self.episode_length = 0
 
     def start(self, seed, t):
         """Start the first episode of a seed in row t."""
         self.seed = seed
-        self.episode = 0  # how many have begun since the start
+        self.episode = 0
         self.first_return = None  # the return of the first one, when it has ended
         self.reset(t, seed)
 
@@ -1127,26 +1133,26 @@ def make_rows(args, model, num_games):
     obs_type = np.float64 if args.norm_obs else np.float32
     action_type = np.int64 if num_choices(model.action_space) else np.float32
 
-    def rows(count, shape=(), dtype=np.float32):
+    def zeros(count, shape=(), dtype=np.float32):
         return np.zeros((count, num_games, *shape), dtype)
 
     # What the policy sees. The last row is where the next rollout begins.
-    found = {"obs": rows(T + 1, (model.obs_dim,), obs_type)}
+    found = {"obs": zeros(T + 1, (model.obs_dim,), obs_type)}
     if args.action_masks:
-        found["action_mask"] = rows(T + 1, (model.head.n,), bool)
+        found["action_mask"] = zeros(T + 1, (model.head.n,), bool)
     if args.rnn:
-        found["starts"] = rows(T + 1, (), bool)
-        found["state"] = rows(T + 1, (model.memory.size,))
+        found["starts"] = zeros(T + 1, (), bool)
+        found["state"] = zeros(T + 1, (model.memory.size,))
 
     # What it does, and what comes of it. Return and length stand where an episode has ended.
-    found["actions"] = rows(T, model.head.shape, action_type)
-    found["next_obs"] = rows(T, (model.obs_dim,), obs_type)
-    found["terminated"] = rows(T, (), bool)
-    found["truncated"] = rows(T, (), bool)
-    found["episode_return"] = rows(T, (), np.float64)
-    found["episode_length"] = rows(T, (), np.int64)
+    found["actions"] = zeros(T, model.head.shape, action_type)
+    found["next_obs"] = zeros(T, (model.obs_dim,), obs_type)
+    found["terminated"] = zeros(T, (), bool)
+    found["truncated"] = zeros(T, (), bool)
+    found["episode_return"] = zeros(T, (), np.float64)
+    found["episode_length"] = zeros(T, (), np.int64)
     for name in ("rewards", "discounted"):
-        found[name] = rows(T)
+        found[name] = zeros(T)
     return found
 
 
@@ -1157,7 +1163,7 @@ LARGEST = 1e15
 class Player:
     """One process's share of the games, the model that plays them, and the rows that they fill."""
 
-    def __init__(self, args, model, index=0, count=1, **options):
+    def __init__(self, args, model, index=0, count=1, video=None):
         self.policy = Policy(model)
         self.inputs = model.inputs
         self.action_space = model.action_space
@@ -1165,7 +1171,7 @@ class Player:
         self.count = count  # the number of processes
         num_games = len(self.share(range(args.num_envs)))
         self.rows = make_rows(args, model, num_games)
-        self.games = [Game(args, self.rows, n, **options) for n in range(num_games)]
+        self.games = [Game(args, self.rows, n, video) for n in range(num_games)]
 
     def share(self, rows, axis=0):
         """Return this process's share of what is there for all N games."""
@@ -1179,7 +1185,7 @@ class Player:
             self.rows["starts"][-1] = True
 
     def play(self, noise):
-        """Act, step, record, T times, with noise (T, N, ·). Returns the rows."""
+        """Act, step, record, T times, with noise (T, N, ·). Returns the rows, see `make_rows`."""
         self.carry(-1)
         for t, noise_of_step in enumerate(self.share(noise, axis=1)):
             self.take_step(t, noise_of_step)
@@ -1213,6 +1219,7 @@ class Player:
         self.start(seeds)
         self.carry(-1)
         for _ in range(MOST_STEPS):
+            # Each step is taken in row 0, and leads to row 1.
             self.take_step(0)
             self.check_finite()
             self.carry(1)
@@ -1229,11 +1236,12 @@ class Player:
             if wrong.any():
                 t, n, *entry = np.argwhere(wrong)[0].tolist()
                 place = f"{name}{entry}" if entry else name
-                where = f"{self.games[n].place()}, step {t} of the rollout"
+                game = self.games[n]
+                where = f"{game.name} (seed {game.seed}), step {t} of the rollout"
                 raise GameError(f"NaN or over 1e15 in {place} of {where}")
 
     def close(self):
-        """Close all envs. An error in this is only told: what the run has learned is not lost."""
+        """Close all envs. An error in this is reported, and does not end the run."""
         for game in self.games:
             try:
                 game.env.close()
@@ -1254,11 +1262,16 @@ def seed_generators(seed):
 
 
 def draw_seeds(count, *entropy):
-    """Return seeds (count,) below 2³¹, which an environment in C can take, too."""
+    """Return seeds (count,) below 2³¹: environments written in C can take them."""
     return np.random.SeedSequence(entropy).generate_state(count) % 2**31
 
 
 # ------------------------------------------------------------------------------------ worker pool
+def num_processes(args):
+    """Return the number of processes of each rank that play: no more than there are games."""
+    return min(max(1, args.num_workers), max(1, args.num_envs // NUM_RANKS))
+
+
 class WorkerPool:
     """Players in `--num-workers` processes of each rank, or one in this process if that is 0.
 
@@ -1270,8 +1283,7 @@ class WorkerPool:
         self.model = copy.deepcopy(model).cpu().share_memory()
         self.player = None
         self.workers = []
-        num_workers = min(args.num_workers, args.num_envs // NUM_RANKS)
-        if num_workers == 0:
+        if args.num_workers == 0:
             seed_generators(draw_seeds(1, args.seed, RANK).item())
             self.player = make_player(self.model, RANK, NUM_RANKS)
             return
@@ -1279,11 +1291,11 @@ class WorkerPool:
         # A fork shares the memory of all imported libraries, but it is safe on Linux only.
         start_method = "fork" if sys.platform == "linux" else "spawn"
         context = multiprocessing.get_context(start_method)
-        for i in range(num_workers):
+        for i in range(num_processes(args)):
             pipe, end = context.Pipe()
             # A fork has copies of this process's ends of all pipes, which it must close.
             copies = [other for other, _ in self.workers] + [pipe]
-            place = (RANK * num_workers + i, NUM_RANKS * num_workers)
+            place = (RANK * num_processes(args) + i, NUM_RANKS * num_processes(args))
             arguments = (end, copies, args.seed, make_player, self.model, *place)
             process = context.Process(target=work, args=arguments, daemon=True)
             process.start()
@@ -1357,8 +1369,8 @@ def work(pipe, copies, seed, make_player, model, index, count):
     # A pipe is closed when no process has its other end any more.
     for other_end in copies:
         other_end.close()
-    # Both signals are the main process's to handle. SIGTERM is not ignored by SIG_IGN, which
-    # programs that a game starts would inherit.
+    # Both signals are the main process's to handle. Programs that a game starts inherit SIG_IGN: a
+    # Ctrl-C should not end them, but SIGTERM should.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)
     # A worker has one core, and torch's threads do not survive a fork.
@@ -1462,6 +1474,7 @@ class Run(AbstractContextManager):
         # The stack closes what is open if this block fails.
         with ExitStack() as self.stack:
             self.open()
+            # All is open, and stays so until `__exit__`.
             self.stack = self.stack.pop_all()
 
     def open(self):
@@ -1579,7 +1592,7 @@ class Run(AbstractContextManager):
         self.recent = state["recent"]
 
     def __exit__(self, kind, *_):
-        """Close everything. First save if `train` is done, a game has failed, or nobody reads."""
+        """Close everything. First save, unless the code has failed or a Ctrl-C stops at once."""
         with self.stack:
             if kind in (None, GameError, BrokenPipeError):
                 self.save()
@@ -1686,13 +1699,13 @@ EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every r
 MOST_STEPS = 10_000  # an episode of an evaluation takes no more steps
 
 
-def evaluate(model, args, **options):
+def evaluate(model, args, video=None):
     """Play the episodes of an evaluation with the policy's mode. Returns their returns, (E,).
 
     The games are new each time, so that wrappers have not seen more than they do in --eval.
     """
     games = argparse.Namespace(**vars(args) | {"num_envs": args.eval_episodes, "num_steps": 1})
-    with closing(Player(games, copy.deepcopy(model).cpu(), **options)) as player:
+    with closing(Player(games, copy.deepcopy(model).cpu(), video=video)) as player:
         return player.play_episodes(EVAL_SEED + np.arange(args.eval_episodes))
 
 
@@ -1840,7 +1853,7 @@ def main():
         ValueError,
         gym.error.Error,
     ) as error:
-        # Later than in the options these are mistakes in code, and need the traceback.
+        # Once the options are read these are mistakes in code: the traceback is needed.
         if args and isinstance(error, (ImportError, ValueError)):
             raise
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)

@@ -6,15 +6,16 @@
     tensorboard --logdir runs
 
 How to read this file
-    This is `ppo.py` for Atari games, with the functions in the same order. GAE, the losses and the
-    machinery are those of ppo.py. What is new: `Game` makes pictures of an Atari game, `Model` is a
-    convolutional network, `rollout` computes values of pictures in pieces, and the layers compute
-    in bfloat16 where that is faster. All cores, or a GPU, do the update. What only vectors need is
-    not here: masks, memory, normalisers and other kinds of actions.
+    This is `ppo.py` for Atari games, with the functions in the same order. GAE, `losses` and most
+    of the machinery are those of ppo.py. What is new: `Game` makes pictures of an Atari game,
+    `Model` is a convolutional network, `rollout` computes values of pictures in pieces, and the
+    layers compute in bfloat16 where that is faster. All cores, or a GPU, do the update. What only
+    vectors need is not here: masks, memory, normalisers and other kinds of actions.
     Read `train`, `rollout`, `Player.play`, `Game` and `Model`. `train` opens a `Run`, which logs,
     evaluates, saves and stops. It has a `WorkerPool`: one `Player` in each worker process, or one
     in this process. A player has its share of the games. All players fill the same rows,
-    `pool.rows`, since pictures are too large to be sent.
+    `pool.rows`, since pictures are too large to be sent. In a single process, not started by
+    torchrun, `gathered`, `averaged`, `own_rows` and `average_gradients` change nothing.
 
 The algorithm
     Each iteration plays T steps in N games with the current policy, which is then called π_old, and
@@ -25,13 +26,14 @@ The algorithm
     R_t = Â_t + V(s_t)
     r_t(θ) = π_θ(a_t|s_t) / π_old(a_t|s_t)                                        PPO, Sec. 3
     L^CLIP(θ) = E[min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)]                   PPO, Eq. (7)
-    loss = E[−L^CLIP + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]              PPO, Eq. (9)
+    loss = −L^CLIP(θ) + E[c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]           PPO, Eq. (9)
 
     The reward r_t is the sign of the change of the score; r_t(θ) is the probability ratio.
 
 Notation and shapes
     T steps (--num-steps), N games (--num-envs), K epochs, B minibatches of M rows, n actions. What
-    is stored at index t, `terminated` and `truncated` too, belongs to the action at step t.
+    is stored at index t, `terminated` and `truncated` too, belongs to the action at step t. done_t
+    is 1 after either. All other symbols are those of ppo.py.
 
 Papers, and departures from them
     "PPO" is Schulman et al. 2017, Proximal policy optimization algorithms (arXiv 1707.06347). "GAE"
@@ -62,12 +64,16 @@ import traceback
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from pathlib import Path
 
+import ale_py
 import cv2
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+
+gym.register_envs(ale_py)
+ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
 
 # ------------------------------------------------------------------------------------ options
 # The options of the algorithm. The section "command line" has those of running: folders, workers,
@@ -200,11 +206,11 @@ def rollout(model, pool, args, generator):
     """Play T steps in all N games with the current policy.
 
     Returns the buffer, tensors (T, N, ...): obs, actions, logprobs, values, next_values, rewards,
-    terminated, truncated, and what else `make_rows` names. On a CPU the next rollout overwrites
-    its pictures.
+    terminated, truncated, and what else `make_rows` names but `next_obs`. Those pictures stay in
+    `pool.rows`. On a CPU the next rollout overwrites the buffer: clone what you keep.
     """
-    # Noise makes the sample: an action is `head.sample(pi, noise)`. The noise of all T · N actions
-    # is drawn first, in this process, so the actions do not depend on the number of workers.
+    # Noise makes an action a sample, see `head.sample`. The noise of all T · N actions is drawn
+    # first, in this process, so the actions do not depend on the number of workers.
     noise = model.head.noise(args.num_steps * args.num_envs, generator)
     noise = noise.view(args.num_steps, args.num_envs, -1)
     pool.load(model)
@@ -224,9 +230,8 @@ def rollout(model, pool, args, generator):
 def add_values(model, buffer, next_obs):
     """Add values V(s_t), next_values V(s_{t+1}) and logprobs log π_old(a_t|s_t) to the buffer.
 
-    Passes over all steps give them, since no weight has changed while they were played. They have
-    the update's own arithmetic (but for --compile), so its first ratios are 1, however the workers
-    round.
+    Passes over all steps give them, since no weight has changed while they were played. The workers
+    may round otherwise. Computed here, as in the update, log π_old makes the first ratios 1.
     """
     # In pieces of 32 steps: on a CPU that is faster than a thousand pictures at once.
     pieces = [model(obs) for obs in buffer["obs"].split(32)]
@@ -238,10 +243,11 @@ def add_values(model, buffer, next_obs):
     # V(s_{t+1}) is the next row's value, but for a time limit's end and the rollout's last step.
     # Where a step `terminated` the episode, gae ignores it.
     next_values = values.roll(-1, dims=0)
-    apart = buffer["truncated"].clone()
-    apart[-1] = True
-    pictures = next_obs[apart.cpu()].to(model.device)
-    next_values[apart] = model(pictures)[1]
+    # Only these pictures need a pass of their own.
+    separate = buffer["truncated"].clone()
+    separate[-1] = True
+    pictures = next_obs[separate.cpu()].to(model.device)
+    next_values[separate] = model(pictures)[1]
     buffer["next_values"] = next_values
 
 
@@ -269,12 +275,12 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. At the last step it is δ_t, where
     # V(s_{t+1}) stands for all later rewards.
     # Lists of the steps' rows, (N,), are faster to index than tensors.
+    advantages = list(delta)
     delta = list(delta)
     decay = list(decay)
-    A = list(delta)
-    for t in reversed(range(len(A) - 1)):
-        A[t] = delta[t] + decay[t] * A[t + 1]
-    return torch.stack(A)
+    for t in reversed(range(len(delta) - 1)):
+        advantages[t] = delta[t] + decay[t] * advantages[t + 1]
+    return torch.stack(advantages)
 
 
 def make_batch(buffer, model, args):
@@ -337,7 +343,7 @@ def minibatch_loss(model, mb, args, clip_coef):
     entropy = entropy.mean()
     approx_kl, clipfrac = policy_change(logratio, clip_coef)
 
-    # PPO, Eq. (9): loss = E[−L^CLIP + c_v ½ (V_θ − R)² − c_e H]
+    # PPO, Eq. (9): loss = −L^CLIP + E[c_v ½ (V_θ − R)² − c_e H]
     loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
     row = {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy}
     row |= {"approx_kl": approx_kl, "clipfrac": clipfrac}
@@ -362,7 +368,7 @@ def update(model, optimizer, batch, args, clip_coef, generator):
 
     Returns the means of what the minibatches log.
     """
-    # A float would be compiled in.
+    # With --compile a float would be a constant: each new ε would compile the loss again.
     clip_coef = torch.tensor(clip_coef, device=model.device)
     logged = []
     for _ in range(args.update_epochs):
@@ -424,7 +430,10 @@ def make_model(args):
     # Take cuda if there is a GPU for each rank of this machine.
     if device == "auto":
         enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if enough else "cpu"
+        device = "cuda" if enough else "cpu"
+    # Each rank has a GPU of its own.
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     # A library may have set another default type.
     return model.to(device, torch.float32)
 
@@ -465,9 +474,8 @@ class Model(nn.Module):
             layer_init(nn.Linear(64 * 7 * 7, 512)),
             nn.ReLU(),
         )
-        self.critic = self.actor  # both heads see the same features
         self.head = Categorical(512, int(action_space.n))
-        layer_init(self.head.output, gain=0.1)  # labml's √0.01 in place of 0.01
+        layer_init(self.head.output, gain=0.1)  # in place of 0.01
         self.value = layer_init(nn.Linear(512, 1), gain=1.0)
 
     @property
@@ -583,10 +591,6 @@ def keep_freed_memory():
 # ------------------------------------------------------------------------------------ games
 def game_name(name):
     """Return a game's short name: `BreakoutNoFrameskip-v4`, `ALE/Breakout-v5` → `Breakout`."""
-    import ale_py
-
-    gym.register_envs(ale_py)
-    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
     game = re.sub(r"^(ale_py:)?ALE/|(NoFrameskip|Deterministic)?-v\d+$", "", name)
     for known in gym.registry:
         match = re.fullmatch(r"ALE/(.*)-v5", known)
@@ -623,8 +627,7 @@ class GameError(RuntimeError):
 class AtWork:
     """The context in which an env is called: any error becomes a GameError that says where.
 
-    A class takes a third of the time of a function with `contextmanager`, which is 4 % of a step of
-    CartPole.
+    A class takes a third of the time of a function with `contextmanager`, 4 % of a cheap step.
     """
 
     def __init__(self, game, doing):
@@ -651,8 +654,8 @@ class Game:
     """An Atari game as the policy sees it (Mnih et al. 2015). It writes column n of rows.
 
     An action lasts `frameskip` frames. A picture is the maximum of the last two frames, grey,
-    shrunk to 84 × 84. The last four pictures are the observation, (84, 84, 4). Rewards are the sign
-    of the score.
+    shrunk to 84 × 84. The last four pictures are the observation, (84, 84, 4). A reward is the sign
+    of the change of the score.
 
     An episode ends with a life, and the next one goes on with the same game unless that is over.
     `ended`, the return (the true score) and the length (in steps) are of whole games, not of lives.
@@ -661,11 +664,11 @@ class Game:
     of the same episode or of another one, is in row t + 1.
     """
 
-    def __init__(self, args, rows, n, **options):
+    def __init__(self, args, rows, n, video=None):
         self.args = args
         self.rows = rows
         self.n = n
-        self.env = make_env(args, **options)
+        self.env = make_env(args, video)
         self.ale = self.env.unwrapped.ale
 
         actions = self.env.unwrapped.get_action_meanings()
@@ -679,6 +682,7 @@ class Game:
         self.score = 0.0
         self.length = 0
         self.last_game = None  # score and length of the game that the last step ended, if it did
+        self.seed = None  # the seed of the last start
 
     def start(self, seed, t):
         """Start the first game of a seed in row t."""
@@ -778,47 +782,46 @@ class Game:
 def make_rows(args, num_games):
     """Return {name: tensor} for a rollout of some games, in memory that processes can share.
 
-    They are (T, N, ...), and T + 1 for the pictures: the last ones are of the next rollout. To
-    record another number, name it here and write it in `Game.step`: it is in the buffer then.
+    They are (T, N, ...). `obs` has T + 1 rows: the next rollout starts with the last one. To record
+    another number, name it here and write it in `Game.step`: it is in the buffer then.
     """
     T = args.num_steps
 
-    def rows(count, shape=(), dtype=torch.float32):
+    def zeros(count, shape=(), dtype=torch.float32):
         return torch.zeros(count, num_games, *shape, dtype=dtype).share_memory_()
 
     # Return and length stand where a game has ended.
     return {
-        "obs": rows(T + 1, (84, 84, 4), torch.uint8),
-        "next_obs": rows(T, (84, 84, 4), torch.uint8),
-        "actions": rows(T, (), torch.int64),
-        "rewards": rows(T),
-        "terminated": rows(T, (), torch.bool),
-        "truncated": rows(T, (), torch.bool),
-        "ended": rows(T, (), torch.bool),
-        "episode_return": rows(T, (), torch.float64),
-        "episode_length": rows(T, (), torch.int64),
+        "obs": zeros(T + 1, (84, 84, 4), torch.uint8),
+        "next_obs": zeros(T, (84, 84, 4), torch.uint8),
+        "actions": zeros(T, (), torch.int64),
+        "rewards": zeros(T),
+        "terminated": zeros(T, (), torch.bool),
+        "truncated": zeros(T, (), torch.bool),
+        "ended": zeros(T, (), torch.bool),
+        "episode_return": zeros(T, (), torch.float64),
+        "episode_length": zeros(T, (), torch.int64),
     }
 
 
 class Player:
     """One process's share of the games, the model that plays them, and the rows that they fill.
 
-    `rows` (T, N, ...) are those of all games of this rank. This player fills the columns from
-    `first` on.
+    `rows` (T, N, ...) are those of all games of this rank, from game number `first` on.
     """
 
-    def __init__(self, args, rows, model, index=0, count=1, **options):
+    def __init__(self, args, rows, first, model, index=0, count=1, video=None):
         # A worker has one core.
         if multiprocessing.parent_process():
             cv2.setNumThreads(1)
         self.model = model
+        self.frameskip = args.frameskip
         self.index = index  # this process's number
         self.count = count  # the number of processes
-        own = self.share(np.arange(args.num_envs))
-        first = own[0] - np.array_split(np.arange(args.num_envs), NUM_RANKS)[RANK][0]
-        columns = slice(first, first + len(own))
+        own = self.share(range(args.num_envs)) - first
+        columns = slice(own[0], own[-1] + 1)
         self.rows = {name: tensor.numpy()[:, columns] for name, tensor in rows.items()}
-        self.games = [Game(args, self.rows, n, **options) for n in range(len(own))]
+        self.games = [Game(args, self.rows, n, video) for n in range(len(own))]
 
     def share(self, rows, axis=0):
         """Return this process's share of what is there for all N games."""
@@ -851,21 +854,21 @@ class Player:
     def play_episodes(self, seeds):
         """Play a whole game of every game with the policy's mode. Returns their scores (N,).
 
-        Raises GameError if one takes more than MOST_STEPS steps.
+        Raises GameError if one takes more than MOST_FRAMES frames.
         """
         self.start(seeds)
         self.carry(-1)
         with self.model.autocast():
-            for _ in range(MOST_STEPS):
+            for _ in range(MOST_FRAMES // self.frameskip):
                 self.take_step(0)
                 self.carry(1)
                 returns = [game.first_return for game in self.games]
                 if None not in returns:
                     return np.array(returns)
-        raise GameError(f"{self.games[0].place()}: over {MOST_STEPS:,} steps")
+        raise GameError(f"{self.games[0].place()}: a game takes over {MOST_FRAMES:,} frames")
 
     def close(self):
-        """Close all envs. An error in this is only told: what the run has learned is not lost."""
+        """Close all envs. An error in this is reported, and does not end the run."""
         for game in self.games:
             try:
                 game.env.close()
@@ -879,9 +882,11 @@ def make_pool(args, model):
     So all processes of this rank write into the same rows, `pool.rows`.
     """
     keep_freed_memory()
-    num_games = len(np.array_split(range(args.num_envs), NUM_RANKS)[RANK])
-    rows = make_rows(args, num_games)
-    pool = WorkerPool(args, model, functools.partial(Player, args, rows))
+    P = num_processes(args)
+    shares = np.array_split(range(args.num_envs), P * NUM_RANKS)
+    own = np.concatenate(shares[P * RANK : P * RANK + P])  # this rank's games
+    rows = make_rows(args, len(own))
+    pool = WorkerPool(args, model, functools.partial(Player, args, rows, own[0]))
     pool.rows = rows
     return pool
 
@@ -894,7 +899,7 @@ def seed_generators(seed):
 
 
 def draw_seeds(count, *entropy):
-    """Return seeds (count,) below 2³¹, which an environment in C can take, too."""
+    """Return seeds (count,) below 2³¹: environments written in C can take them."""
     return np.random.SeedSequence(entropy).generate_state(count) % 2**31
 
 
@@ -908,6 +913,11 @@ def num_cores():
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
+def num_processes(args):
+    """Return the number of processes of each rank that play: no more than there are games."""
+    return min(max(1, args.num_workers), max(1, args.num_envs // NUM_RANKS))
+
+
 class WorkerPool:
     """Players in `--num-workers` processes of each rank, or one in this process if that is 0.
 
@@ -919,8 +929,7 @@ class WorkerPool:
         self.model = copy.deepcopy(model).cpu().share_memory()
         self.player = None
         self.workers = []
-        num_workers = min(args.num_workers, args.num_envs // NUM_RANKS)
-        if num_workers == 0:
+        if args.num_workers == 0:
             seed_generators(draw_seeds(1, args.seed, RANK).item())
             self.player = make_player(self.model, RANK, NUM_RANKS)
             return
@@ -928,11 +937,11 @@ class WorkerPool:
         # A fork shares the memory of all imported libraries, but it is safe on Linux only.
         start_method = "fork" if sys.platform == "linux" else "spawn"
         context = multiprocessing.get_context(start_method)
-        for i in range(num_workers):
+        for i in range(num_processes(args)):
             pipe, end = context.Pipe()
             # A fork has copies of this process's ends of all pipes, which it must close.
             copies = [other for other, _ in self.workers] + [pipe]
-            place = (RANK * num_workers + i, NUM_RANKS * num_workers)
+            place = (RANK * num_processes(args) + i, NUM_RANKS * num_processes(args))
             arguments = (end, copies, args.seed, make_player, self.model, *place)
             process = context.Process(target=work, args=arguments, daemon=True)
             process.start()
@@ -1006,8 +1015,8 @@ def work(pipe, copies, seed, make_player, model, index, count):
     # A pipe is closed when no process has its other end any more.
     for other_end in copies:
         other_end.close()
-    # Both signals are the main process's to handle. SIGTERM is not ignored by SIG_IGN, which
-    # programs that a game starts would inherit.
+    # Both signals are the main process's to handle. Programs that a game starts inherit SIG_IGN: a
+    # Ctrl-C should not end them, but SIGTERM should.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)
     # A worker has one core, and torch's threads do not survive a fork.
@@ -1121,6 +1130,7 @@ class Run(AbstractContextManager):
         # The stack closes what is open if this block fails.
         with ExitStack() as self.stack:
             self.open()
+            # All is open, and stays so until `__exit__`.
             self.stack = self.stack.pop_all()
 
     def open(self):
@@ -1238,7 +1248,7 @@ class Run(AbstractContextManager):
         self.recent = state["recent"]
 
     def __exit__(self, kind, *_):
-        """Close everything. First save if `train` is done, a game has failed, or nobody reads."""
+        """Close everything. First save, unless the code has failed or a Ctrl-C stops at once."""
         with self.stack:
             if kind in (None, GameError, BrokenPipeError):
                 self.save()
@@ -1342,14 +1352,14 @@ def read_checkpoint(run_dir):
 
 # ------------------------------------------------------------------------------------ evaluation
 EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every run
-MOST_STEPS = 27_000  # a game of an evaluation takes no more steps: ALE's own limit
+MOST_FRAMES = 108_000  # a game of an evaluation takes no more frames: this is ALE's own limit
 
 
-def evaluate(model, args, **options):
+def evaluate(model, args, video=None):
     """Play the games of an evaluation with the policy's mode. Returns their scores, (E,)."""
     games = argparse.Namespace(**vars(args) | {"num_envs": args.eval_episodes, "num_steps": 1})
     rows = make_rows(games, args.eval_episodes)
-    with closing(Player(games, rows, copy.deepcopy(model).cpu(), **options)) as player:
+    with closing(Player(games, rows, 0, copy.deepcopy(model).cpu(), video=video)) as player:
         return player.play_episodes(EVAL_SEED + np.arange(args.eval_episodes))
 
 
@@ -1493,7 +1503,7 @@ def main():
         ValueError,
         gym.error.Error,
     ) as error:
-        # Later than in the options these are mistakes in code, and need the traceback.
+        # Once the options are read these are mistakes in code: the traceback is needed.
         if args and isinstance(error, (ImportError, ValueError)):
             raise
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)

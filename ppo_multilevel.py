@@ -279,8 +279,8 @@ def rollout(model, sims, level, generator):
     values, next_values, rewards, terminated, truncated, next_obs, and what else `make_rows` names.
     """
     args = sims.args
-    # Noise makes the sample: an action is `head.sample(pi, noise)`. The noise of all T · N actions
-    # is drawn first, in this process, so the actions do not depend on the number of workers. Both
+    # Noise makes an action a sample, see `head.sample`. The noise of all T · N actions is drawn
+    # first, in this process, so the actions do not depend on the number of workers. Both
     # members of a pair have the same.
     noise = model.head.noise(args.num_steps[level] * args.num_envs, generator)
     noise = noise.view(args.num_steps[level], args.num_envs, -1)
@@ -300,7 +300,7 @@ def rollout(model, sims, level, generator):
 def add_values(model, buffer):
     """Add values V(s_t), next_values V(s_{t+1}) and logprobs log π_old(a_t|s_t) to the buffer.
 
-    One forward pass over all steps gives them, since no weight has changed while they were played.
+    Two passes over all steps give them, since no weight has changed while they were played.
     """
     pi, values = model(buffer["obs"])
     buffer["logprobs"] = model.head.log_prob(pi, buffer["actions"])
@@ -338,12 +338,12 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. At the last step it is δ_t, where
     # V(s_{t+1}) stands for all later rewards.
     # Lists of the steps' rows, (N,), are faster to index than tensors.
+    advantages = list(delta)
     delta = list(delta)
     decay = list(decay)
-    A = list(delta)
-    for t in reversed(range(len(A) - 1)):
-        A[t] = delta[t] + decay[t] * A[t + 1]
-    return torch.stack(A)
+    for t in reversed(range(len(delta) - 1)):
+        advantages[t] = delta[t] + decay[t] * advantages[t + 1]
+    return torch.stack(advantages)
 
 
 def make_batch(buffer, model, args):
@@ -431,7 +431,7 @@ def minibatch_loss(model, mb, args):
     pg_loss = (policy_weights * pg_loss).mean()
     v_loss = (value_weights * v_loss).mean()
     entropy = (weights * entropy).mean()
-    # PPO, Eq. (9): loss = E[−L^CLIP + c_v ½ (V_θ − R)² − c_e H]
+    # PPO, Eq. (9): loss = −L^CLIP + E[c_v ½ (V_θ − R)² − c_e H]
     loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
 
     approx_kl, clipfrac = policy_change(logratio[weights > 0], args.clip_coef)
@@ -1141,6 +1141,7 @@ def as_function(module):
 
         return composed
     if type(module) is nn.Linear:
+        # These are views of the weights, so they see every change.
         weight = module.weight.detach().numpy().T
         bias = module.bias.detach().numpy()
         return lambda x: x @ weight + bias
@@ -1253,8 +1254,7 @@ class GameError(RuntimeError):
 class AtWork:
     """The context in which an env is called: any error becomes a GameError that says where.
 
-    A class takes a third of the time of a function with `contextmanager`, which is 4 % of a step of
-    CartPole.
+    A class takes a third of the time of a function with `contextmanager`, 4 % of a cheap step.
     """
 
     def __init__(self, game, doing):
@@ -1296,12 +1296,15 @@ class Game:
         self.n = n
         self.env = make_env(args.env, number, **options)
         self.shape = self.env.observation_space.shape
+        self.seed = None  # the seed of the last start
+        self.episode = 0  # how many have begun since then
+        self.episode_length = 0
         self.maps = hasattr(self.env.unwrapped, "map_from")  # whether it takes over other states
 
     def start(self, seed, t):
         """Start the first episode of a seed in row t."""
         self.seed = seed
-        self.episode = 0  # how many have begun since the start
+        self.episode = 0
         self.first_return = None  # the return of the first one, when it has ended
         self.reset(t, seed)
 
@@ -1440,20 +1443,20 @@ def make_rows(args, model, num_steps, num_games):
     obs_type = np.float64 if args.norm_obs else np.float32
     action_type = np.int64 if is_discrete else np.float32
 
-    def rows(count, shape=(), dtype=np.float32):
+    def zeros(count, shape=(), dtype=np.float32):
         return np.zeros((count, num_games, *shape), dtype)
 
     # Return and length stand where an episode has ended.
     return {
-        "obs": rows(T + 1, (model.obs_dim,), obs_type),
-        "actions": rows(T, model.action_space.shape, action_type),
-        "next_obs": rows(T, (model.obs_dim,), obs_type),
-        "rewards": rows(T),
-        "terminated": rows(T, (), bool),
-        "truncated": rows(T, (), bool),
-        "failed": rows(T, (), bool),
-        "episode_return": rows(T, (), np.float64),
-        "episode_length": rows(T, (), np.int64),
+        "obs": zeros(T + 1, (model.obs_dim,), obs_type),
+        "actions": zeros(T, model.action_space.shape, action_type),
+        "next_obs": zeros(T, (model.obs_dim,), obs_type),
+        "rewards": zeros(T),
+        "terminated": zeros(T, (), bool),
+        "truncated": zeros(T, (), bool),
+        "failed": zeros(T, (), bool),
+        "episode_return": zeros(T, (), np.float64),
+        "episode_length": zeros(T, (), np.int64),
     }
 
 
@@ -1607,7 +1610,7 @@ class Player:
         raise GameError(f"{playing[0].place()}: an episode takes over {MOST_STEPS:,} steps")
 
     def close(self):
-        """Close all envs. An error in this is only told: what the run has learned is not lost."""
+        """Close all envs. An error in this is reported, and does not end the run."""
         for game in sum(self.games.values(), []):
             try:
                 game.env.close()
@@ -1686,7 +1689,7 @@ class Simulations:
         with closing(make_env(self.args.env, self.args.levels[0])) as env:
             in_batches = steps_in_batches(env)
         # One actor in each process is enough, unless actors are stepped together.
-        num_actors = max(1, len(self.pool.workers)) * NUM_RANKS
+        num_actors = num_processes(self.args) * NUM_RANKS
         if in_batches:
             num_actors = self.args.num_envs
         seeds = draw_seeds(num_actors, self.args.seed)
@@ -1741,7 +1744,7 @@ def side_by_side(parts):
     """Return the rows of several processes, arrays (T, n, ...), as tensors (T, N, ...)."""
     buffer = {}
     for name in parts[0]:
-        column = np.concatenate([rows[name] for rows in parts], axis=1)
+        column = np.concatenate([rows[name] for rows in parts], axis=1)  # a copy
         buffer[name] = torch.from_numpy(column)
     return buffer
 
@@ -1754,7 +1757,7 @@ def seed_generators(seed):
 
 
 def draw_seeds(count, *entropy):
-    """Return seeds (count,) below 2³¹, which an environment in C can take, too."""
+    """Return seeds (count,) below 2³¹: environments written in C can take them."""
     return np.random.SeedSequence(entropy).generate_state(count) % 2**31
 
 
@@ -1768,6 +1771,11 @@ def num_cores():
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
+def num_processes(args):
+    """Return the number of processes of each rank that play: no more than there are games."""
+    return min(max(1, args.num_workers), max(1, args.num_envs // NUM_RANKS))
+
+
 class WorkerPool:
     """Players in `--num-workers` processes of each rank, or one in this process if that is 0.
 
@@ -1779,8 +1787,7 @@ class WorkerPool:
         self.model = copy.deepcopy(model).cpu().share_memory()
         self.player = None
         self.workers = []
-        num_workers = min(args.num_workers, args.num_envs // NUM_RANKS)
-        if num_workers == 0:
+        if args.num_workers == 0:
             seed_generators(draw_seeds(1, args.seed, RANK).item())
             self.player = make_player(self.model, RANK, NUM_RANKS)
             return
@@ -1788,11 +1795,11 @@ class WorkerPool:
         # A fork shares the memory of all imported libraries, but it is safe on Linux only.
         start_method = "fork" if sys.platform == "linux" else "spawn"
         context = multiprocessing.get_context(start_method)
-        for i in range(num_workers):
+        for i in range(num_processes(args)):
             pipe, end = context.Pipe()
             # A fork has copies of this process's ends of all pipes, which it must close.
             copies = [other for other, _ in self.workers] + [pipe]
-            place = (RANK * num_workers + i, NUM_RANKS * num_workers)
+            place = (RANK * num_processes(args) + i, NUM_RANKS * num_processes(args))
             arguments = (end, copies, args.seed, make_player, self.model, *place)
             process = context.Process(target=work, args=arguments, daemon=True)
             process.start()
@@ -1866,8 +1873,8 @@ def work(pipe, copies, seed, make_player, model, index, count):
     # A pipe is closed when no process has its other end any more.
     for other_end in copies:
         other_end.close()
-    # Both signals are the main process's to handle. SIGTERM is not ignored by SIG_IGN, which
-    # programs that a game starts would inherit.
+    # Both signals are the main process's to handle. Programs that a game starts inherit SIG_IGN: a
+    # Ctrl-C should not end them, but SIGTERM should.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)
     # A worker has one core, and torch's threads do not survive a fork.
@@ -1973,6 +1980,7 @@ class Run(AbstractContextManager):
         # The stack closes what is open if this block fails.
         with ExitStack() as self.stack:
             self.open()
+            # All is open, and stays so until `__exit__`.
             self.stack = self.stack.pop_all()
 
     def open(self):
@@ -2134,7 +2142,7 @@ class Run(AbstractContextManager):
         self.recent = state["recent"]
 
     def __exit__(self, kind, *_):
-        """Close everything. First save if `train` is done, a game has failed, or nobody reads."""
+        """Close everything. First save, unless the code has failed or a Ctrl-C stops at once."""
         with self.stack:
             # An iteration that is not logged, since the check after it has failed, is done again.
             if kind is GameError and self.history:
@@ -2301,6 +2309,7 @@ def analyse(args):
     with closing(Simulations(args, model)) as sims:
         if not args.level_costs:
             sims.measure_costs(model)
+            measure_update(model, sims)
         for measurement in range(MEASUREMENTS):
             measured, numbers = play_alike(model, sims, measurement)
             returns.append(measured)
@@ -2312,6 +2321,20 @@ def analyse(args):
             print_table(rows)
     print(f"table: {path}")
     return rows
+
+
+def measure_update(model, sims):
+    """Take an update with a copy of the model, to know what updates cost."""
+    args = sims.args
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
+    generator = torch.Generator().manual_seed(args.seed)
+    sims.start(0, draw_seeds(args.num_envs, args.seed))
+    (buffer,) = rollout(model, sims, 0, generator)
+    batch = make_batch(buffer, model, args)
+    began = time.perf_counter()
+    update(model, optimizer, batch, Plan([0], args.num_steps[:1], []), args, generator)
+    sims.costs.count_update(len(batch["obs"]), time.perf_counter() - began)
 
 
 def level_rows(sims, returns, starts):
@@ -3189,7 +3212,7 @@ def main():
         ValueError,
         gym.error.Error,
     ) as error:
-        # Later than in the options these are mistakes in code, and need the traceback.
+        # Once the options are read these are mistakes in code: the traceback is needed.
         if args and isinstance(error, (ImportError, ValueError)):
             raise
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
