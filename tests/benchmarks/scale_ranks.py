@@ -5,9 +5,9 @@
 ResSim-v1 with 100 actors for a few iterations, in turn with one process and one worker, with one
 process and two workers, and as two ranks with a worker each (torchrun); then with other numbers of
 actors and levels. A row has the medians over the rounds of steps per second, of the seconds of an
-iteration's simulation and of those of the rest, policy and update (the recorded ones were measured
-apart, and are their medians' sum); the first iterations do not count. Rows of cases that are not
-measured stay.
+iteration's simulation, and of those of the rest: values, update, and what processes exchange. The
+policy acts in the workers, so this belongs to the simulation. (In rows of 25 November 2026 it
+belongs to the rest.) The first iterations do not count. Rows of cases that are not measured stay.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 import pairs
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "scale_ranks.csv"
@@ -32,7 +33,7 @@ CASES = {
     "coarsest level only": "--num-envs 100 --levels 3 --num-steps 80",
 }
 PARTS = ("simulation_seconds", "other_seconds")
-NUMBERS = ("sps", "sim_seconds", "wall_seconds")
+NUMBERS = ("sps", "seconds", "wall_seconds")
 COLUMNS = ("case", "processes", "rounds", "steps_per_second", *PARTS, *pairs.ORIGIN)
 
 
@@ -48,8 +49,11 @@ def measure(options, num_ranks, num_workers):
         (run_dir,) = Path(folder).iterdir()
         with (run_dir / "progress.csv").open(newline="") as file:
             rows = [{name: float(row[name]) for name in NUMBERS} for row in csv.DictReader(file)]
+        # The run's clock has the seconds of simulation, spread over all workers, and of updates.
+        costs = torch.load(run_dir / "checkpoint.pt", weights_only=True)["costs"]
+        update = costs["update_seconds"] / len(rows)
         for row, last in zip(rows[WARM_UP:], rows[WARM_UP - 1 :]):
-            simulated = (row["sim_seconds"] - last["sim_seconds"]) / (num_ranks * num_workers)
+            simulated = row["seconds"] - last["seconds"] - update
             other = row["wall_seconds"] - last["wall_seconds"] - simulated
             row |= {"simulation_seconds": simulated, "other_seconds": other}
         return rows[WARM_UP:]
@@ -61,7 +65,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     args = parser.parse_args()
-    results, origin = [], pairs.origin()
+    results = []
+    origin = pairs.origin()
     if RESULTS.exists():
         with RESULTS.open(newline="") as file:
             results = [row for row in csv.DictReader(file) if row["case"] not in args.cases]
