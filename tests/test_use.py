@@ -215,8 +215,8 @@ def test_film_of_levels(tmp_path, capsys):
     """The film has a picture of each step of the first episode of an evaluation."""
     run_dir = save_run(ml, tmp_path, "--env", "test_use:Drawn")
     use_policy.main([str(run_dir), "--film"])
-    assert capsys.readouterr().out == f"film: {run_dir}/rl-video-episode-0.mp4\n"
-    film = cv2.VideoCapture(str(run_dir / "rl-video-episode-0.mp4"))
+    assert capsys.readouterr().out == f"film: {run_dir}/video/rl-video-episode-0.mp4\n"
+    film = cv2.VideoCapture(str(run_dir / "video" / "rl-video-episode-0.mp4"))
     pictures = []
     readable, picture = film.read()
     while readable:
@@ -265,7 +265,7 @@ def test_env_that_changes_the_folder(tmp_path, monkeypatch, capsys):
         os.chdir(tmp_path)
         use_policy.main([f"runs/{run.run_dir.name}", option])
     assert run.run_dir == next((tmp_path / "runs").iterdir())
-    names = {path.name for path in run.run_dir.iterdir()}
+    names = {path.name for path in run.run_dir.rglob("*")}
     assert {"checkpoint.pt", "progress.csv", "policy.onnx", "rl-video-episode-0.mp4"} < names
     assert not list((tmp_path / "work").iterdir())
 

@@ -6,8 +6,8 @@
 
 RUN_DIR is the run's folder. In all three the policy acts with its mode, as in --eval.
 
---film writes rl-video-episode-0.mp4 into it. With ppo_multilevel.py the function that makes the
-simulation must take `render_mode` for that, as Gymnasium's environments do.
+--film writes RUN_DIR/video/rl-video-episode-0.mp4. For ppo_multilevel.py the function that makes
+the simulation must take `render_mode`, as Gymnasium's environments do.
 
 --onnx writes policy.onnx, for programs without PyTorch. It needs the package onnx. The input `obs`
 is what the env shows, flattened, as float64 with --norm-obs. Policies with masks have an input
@@ -205,8 +205,8 @@ def main(argv=None):
 
     script, args, model = load(words.run_dir)
     if words.film:
-        film(script, args, model, words.run_dir)
-        print(f"film: {words.run_dir}/rl-video-episode-0.mp4")
+        film(script, args, model, f"{words.run_dir}/video")
+        print(f"film: {words.run_dir}/video/rl-video-episode-0.mp4")
     elif words.onnx:
         export_onnx(script, args, model, f"{words.run_dir}/policy.onnx")
         print(f"policy: {words.run_dir}/policy.onnx")
