@@ -24,7 +24,7 @@ The schedule adaptive, the default
     and its share of an update.
     For a first reading take `train` and `Adaptive`, and skip partners, weights and coupling, which
     only the other schedule uses. Without partners all weights are 1, and an update is that of
-    ppo.py. A run on a single level needs no choice. It has the other schedule, and is plain PPO.
+    ppo.py. A run on a single level needs no choice. It is plain PPO: `Together` without pairs.
 
 The schedule together, the paper's
     In each iteration N actors take many steps, T^1, on the coarsest level and few, T^L, on the
@@ -169,7 +169,7 @@ def add_own_options(parser):
     add("--levels", type=int, nargs="+", default=[], help="levels, coarse to fine; []: the case's")
     add(
         "--schedule",
-        choices=("adaptive", "together"),
+        choices=RULES,
         help="adaptive: one level at a time, the one that teaches most per second; together: all "
         "levels in each iteration, which sets --learning-rate 3e-5, --update-epochs 10 and 200 "
         "iterations unless they are given; None: adaptive if there are several levels",
@@ -242,6 +242,7 @@ def train(args, rule=None):
             for level in plan.levels:
                 buffers = rollout(model, run.sims, level, generator)
                 failures += sum(int(buffer["failed"].sum()) for buffer in buffers)
+                episodes = finished_episodes(buffers[0])  # those on the last level are kept
                 # Judge: was an action better than the value function expected?
                 own.append(make_batch(buffers[0], model, args))
                 partners += [make_batch(buffer, model, args) for buffer in buffers[1:]]
@@ -265,7 +266,6 @@ def train(args, rule=None):
             # Count what it cost. The rule may then check the policy, and choose another level.
             run.sims.costs.count_update(len(batch["obs"]), time.perf_counter() - began)
             run.count_iteration(len(batch["obs"]), failures)
-            episodes = finished_episodes(buffers[0])  # on the plan's last level
             row |= rule.review(run, own, partners, episodes)
             run.end_iteration(row, episodes)
     return run
@@ -360,6 +360,7 @@ def make_batch(buffer, model, args):
 
 def joined(own, partners):
     """Return one batch of all rows, in the order own¹, partners², own², partners³, own³, ..."""
+    assert len(partners) == len(own) - 1
     parts = [own[0]]
     for partner_rows, own_rows_above in zip(partners, own[1:]):
         parts += [partner_rows, own_rows_above]
@@ -474,9 +475,10 @@ def minibatches(batch, plan, args, generator):
 
     With several ranks each gets its share of every minibatch, normalised by the whole minibatch.
     """
-    sizes = (plan.num_steps, args.num_envs, args.num_minibatches)
+    num_steps = [args.num_steps[level] for level in plan.levels]
+    sizes = (num_steps, args.num_envs, args.num_minibatches)
     weights = signed_weights(*sizes, plan.controls)
-    num_first_rows = args.num_envs * plan.num_steps[0] // args.num_minibatches
+    num_first_rows = args.num_envs * num_steps[0] // args.num_minibatches
     for rows in minibatch_rows(*sizes, generator):
         mb = {name: column[rows] for name, column in batch.items()}
         if args.norm_adv:
@@ -493,10 +495,10 @@ def minibatch_rows(num_steps, num_envs, num_minibatches, generator):
     """
     parts = []
     begin = 0  # where the next member's rows begin
-    for level, T in enumerate(num_steps):
+    for i, T in enumerate(num_steps):
         size = num_envs * T
         shuffled = torch.randperm(size, generator=generator).view(num_minibatches, -1)
-        if level > 0:
+        if i > 0:
             parts.append(begin + shuffled)
             begin += size
         parts.append(begin + shuffled)
@@ -514,10 +516,10 @@ def signed_weights(num_steps, num_envs, num_minibatches, controls):
     sizes = [num_envs * T // num_minibatches for T in num_steps]  # M^l
     total = 2 * sum(sizes) - sizes[0]  # S
     weights = []
-    for level, size in enumerate(sizes):
-        own = total * math.prod(controls[level:]) / size
-        if level > 0:
-            weights.append(torch.full((size,), -own * controls[level - 1]))
+    for i, size in enumerate(sizes):
+        own = total * math.prod(controls[i:]) / size
+        if i > 0:
+            weights.append(torch.full((size,), -own * controls[i - 1]))
         weights.append(torch.full((size,), own))
     return torch.cat(weights).float()  # (S,)
 
@@ -554,16 +556,24 @@ def mean_row(rows):
 
 
 # ------------------------------------------------------------------------------------ levels
-# Which levels an iteration plays. A rule has `plan`, `begin` and `review`. In `best` it has the
-# parameters that are the run's result, or None for the last ones. Checkpoints keep its attributes.
+# Rules choose which levels an iteration plays. To add one write a class and name it in RULES.
+#
+#   begin(run)      is called once, in a new run, and returns what is logged at first.
+#   plan()          returns the Plan of the next iteration.
+#   review(run, own, partners, episodes)    is called after it, with the batches of the plan's
+#                   levels, and the (return, length) of episodes on the last of them. It returns
+#                   what is logged. If this has the key "level" returns are averaged within a level.
+#   best            is the state of the model that is the run's result, or None for the last one.
+#
+# A rule uses `run.seconds()`, `run.share_done()`, `run.sims.costs` and `run.sims.play_episodes`.
+# Checkpoints keep its attributes: tensors and plain values. All ranks must decide alike.
 
 
 class Plan(NamedTuple):
     """What an iteration does."""
 
-    levels: list  # indices, coarse to fine
-    num_steps: list  # T^l on each
-    controls: list  # control weight β_l of the partners, for each level but the first
+    levels: list  # indices: one level, or all if they are played in pairs
+    controls: list = []  # control weight β_l of the partners, for each level but the first
     refit: bool = False  # whether to fit the values' last layer first, see `refit_values`
 
 
@@ -583,7 +593,7 @@ class Together:
         self.args = args
         pairs = len(args.levels) - 1
         control = 1.0 if args.control is None else args.control
-        self.controls = [control for _ in range(pairs)]
+        self.controls = [control for _ in range(pairs)]  # 1 until they are measured
         self.moments = None  # running means of each pair's Cov(Â, Ã) and Var(Ã), (L − 1, 2)
 
     def begin(self, run):
@@ -593,7 +603,7 @@ class Together:
     def plan(self):
         """Return what the next iteration does."""
         levels = list(range(len(self.args.levels)))
-        return Plan(levels, self.args.num_steps, self.controls)
+        return Plan(levels, self.controls)
 
     def review(self, run, own, partners, episodes):
         """Measure the control weights of the next iteration, unless they are given."""
@@ -618,7 +628,8 @@ class Adaptive:
 
     ρ of a level is the correlation of its returns with the finest level's, when both play from the
     same starts with the same noise. Where a lucky action pays on both levels, ρ is near 1, and the
-    gradients of the two point the same way: to first order ρ is the cosine between them. A step
+    gradients of the two point the same way: ρ is the cosine between them, to first order in the
+    noise of the actions. A step
     along a gradient with that cosine is worth about ρ² as many samples as one of the finest level.
     So the rule trains on the level with the largest trust · ρ² / seconds. It measures ρ now and
     then. The trust tells what ρ cannot: whether the level still has something to teach.
@@ -673,7 +684,7 @@ class Adaptive:
 
     def plan(self):
         """Return what the next iteration does."""
-        return Plan([self.level], [self.args.num_steps[self.level]], [], self.refit)
+        return Plan([self.level], refit=self.refit)
 
     def review(self, run, own, partners, episodes):
         """After an iteration: check if it is due; at a window's end judge and choose the level."""
@@ -823,7 +834,7 @@ def play_alike(model, sims, measurement):
     """Play episodes on all levels from the same starts and with the same noise of the actions.
 
     Returns the returns (L, E), and the number of each episode's start (E,). Each `measurement`, a
-    number, has its own starts and noise. The games of training are left where they are.
+    number, has its own starts and noise. It plays the games of training: start them anew then.
     """
     args = sims.args
     rounds = num_rounds(args)
@@ -881,8 +892,8 @@ def refit_values(model, batch):
     """Fit the value function's last layer to a batch's returns and take advantages from it.
 
     After a change of level V is wrong, and its errors would reach the policy as advantages. The fit
-    is in closed form, to R_t as recorded: many rewards, and V only at their end, so that R_t is
-    less wrong than V. Â_t becomes R_t − V(s_t). It is a ridge regression, which keeps the weights
+    is in closed form, to R_t as recorded. R_t has rewards in it, so it is less wrong than V. Â_t
+    becomes R_t − V(s_t). It is a ridge regression, which keeps the weights
     small. With large ones V's gradient would dominate the layers that V shares with the policy.
     """
     features = model.critic(model.obs_norm(batch["obs"]))
@@ -1421,7 +1432,7 @@ def make_teams(args):
             teams[f"own {level}"] = Team(level, args.num_envs, num_steps)
             if is_paired(args) and level > 0:
                 teams[f"partners {level}"] = Team(level - 1, args.num_envs, num_steps)
-    if trains and args.schedule == "adaptive":
+    if trains and args.schedule != "together":
         teams["check"] = Team(finest, args.check_episodes, 1, {"validation": True})
     if not args.analyse and (args.eval or args.eval_every):
         teams["evaluation"] = Team(finest, args.eval_episodes, 1, {"evaluation": True})
@@ -2146,7 +2157,7 @@ class Run(AbstractContextManager):
         with self.stack:
             # An iteration that is not logged, since the check after it has failed, is done again.
             if kind is GameError and self.history:
-                self.counters["iteration"] = self.history[-1]["iteration"]
+                self.counters = {name: self.history[-1][name] for name in COUNTERS}
             if kind in (None, GameError, BrokenPipeError):
                 self.save()
             if kind is None:
@@ -2333,7 +2344,7 @@ def measure_update(model, sims):
     (buffer,) = rollout(model, sims, 0, generator)
     batch = make_batch(buffer, model, args)
     began = time.perf_counter()
-    update(model, optimizer, batch, Plan([0], args.num_steps[:1], []), args, generator)
+    update(model, optimizer, batch, Plan([0]), args, generator)
     sims.costs.count_update(len(batch["obs"]), time.perf_counter() - began)
 
 
@@ -3149,6 +3160,7 @@ def check_options(parser, args, options):
     wishes = [
         (is_ordered, "levels", "give them, coarse to fine, like 1 2 3"),
         (L > 1 or not args.analyse, "analyse", "it takes two levels or more"),
+        (is_new or args.resume or NUM_RANKS == 1, "eval", "it takes one process, not torchrun"),
         (len(args.num_steps) == L, "num-steps", f"one number for each of {L} levels, or for all"),
         (divides, "num-minibatches", f"{parts}, over all ranks, must divide N · T of each level"),
         (two_rows or not args.norm_adv, "num-minibatches", "--norm-adv needs two rows"),
