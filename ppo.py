@@ -40,14 +40,14 @@ The ideas behind it
     The advantage Â_t says how much better the action a_t was than V expected.
     R_t is what V is fitted to; the code calls it `returns`.
     λ chooses how many rewards Â_t uses before it relies on V. λ = 0 relies on V after one reward:
-    low variance, but V's errors enter. λ = 1 uses all rewards up to the end of the episode or of
-    the rollout: noisy, but V's errors enter only where a time limit or the rollout's end cuts an
+    low variance, but V's errors bias Â_t. λ = 1 uses all rewards up to the end of the episode or of
+    the rollout: noisy, but V's errors bias Â_t only where a time limit or the rollout's end cuts an
     episode.
     Environment steps are expensive, so each batch is reused for K epochs; the ratio r_t(θ)
     corrects for the policy having changed since. A ratio far from 1 gives a single row a large
     weight, and Â_t was measured for the old policy. So the ratio is clipped: once an action's
     probability has changed by a factor beyond 1 ± ε in the direction that Â_t asks for, this row's
-    gradient is 0. The minimum keeps the gradient that moves the probability back.
+    policy gradient is 0. The minimum keeps the gradient that moves the probability back.
     At r_t(θ) = 1 the gradient of −r_t(θ) Â_t is that of a cross-entropy loss whose label is the
     action a_t and whose weight is Â_t.
     The entropy H rewards a policy that keeps trying different actions.
@@ -57,6 +57,7 @@ Notation and shapes
     reward. π_θ(a|s) is the probability of a in s with the weights θ, γ the discount per step.
     E[·] mean over the rows of a minibatch, KL(p, q) = E_p[log p − log q].
     T steps (--num-steps), N environments (--num-envs), K epochs, B minibatches of M rows.
+    `model.inputs` names what the model sees: obs, and starts, state, action_mask if they are used.
     D observation entries, A action entries, n logits of a discrete policy, F features of the last
     hidden layer, H features of a recurrent policy's memory, S entries of its whole state.
     `pi` is the tensor that the policy's last layer, `model.head`, makes of the features: the
@@ -121,7 +122,7 @@ def add_ppo_options(parser):
     add("--learning-rate", type=float, default=2.5e-4, help="Adam's step size (1e-5 to 1e-3)")
     add("--anneal-lr", action=FLAG, default=True, help="lower the rate linearly to 0 over the run")
     add("--gamma", type=float, default=0.99, help="γ, discount per step (0.9 to 0.9997)")
-    add("--gae-lambda", type=float, default=0.95, help="λ, 0: low variance, 1: no bias (0.95)")
+    add("--gae-lambda", type=float, default=0.95, help="λ, 0: low variance, 1: little bias (0.95)")
     add("--num-minibatches", type=int, default=4, help="B, minibatches per epoch; divides N · T")
     add("--update-epochs", type=int, default=4, help="K, passes over a rollout (3 to 30)")
     add("--norm-adv", choices=modes, default="minibatch", help="over what to normalise advantages")
@@ -174,7 +175,6 @@ def add_own_options(parser):
         type=float,
         help="no annealing: change the rate so that KL stays near this (0.01)",
     )
-    add("--value-learning-rate", type=float, help="rate of V alone, if not --learning-rate")
     add("--rnn", choices=cells, help="memory in front of the hidden layers; B must divide N")
     add("--rnn-size", type=int, default=64, help="H, width of the memory")
 
@@ -192,14 +192,14 @@ def train(args):
     model = make_model(args)
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = make_optimizer(model, args)
-    rates = [group["lr"] for group in optimizer.param_groups]  # a resumed run loads other ones
 
     with Run(args, model, optimizer, generator) as run:
         run.begin()
         while run.goes_on():
             if not args.adaptive_lr:
                 remaining = 1 - run.share_done() if args.anneal_lr else 1
-                set_learning_rates(optimizer, rates, remaining)
+                for group in optimizer.param_groups:
+                    group["lr"] = args.learning_rate * remaining
 
             # Sample: T steps in each of N environments with the policy π_old.
             buffer = rollout(model, run.pool, args, generator)
@@ -225,26 +225,8 @@ def train(args):
 
 
 def make_optimizer(model, args):
-    """Return Adam. With --value-learning-rate V's own parameters are a second group."""
-    value_parameters = set()
-    if args.value_learning_rate:
-        value_parameters |= set(model.value.parameters())
-        value_parameters |= set(model.critic.parameters())
-        # Shared layers are the policy's.
-        value_parameters -= set(model.actor.parameters())
-
-    policy = [p for p in model.parameters() if p not in value_parameters]
-    groups = [{"params": policy, "lr": args.learning_rate}]
-    if value_parameters:
-        value = [p for p in model.parameters() if p in value_parameters]
-        groups.append({"params": value, "lr": args.value_learning_rate})
-    return torch.optim.Adam(groups, eps=1e-5, fused=True)
-
-
-def set_learning_rates(optimizer, rates, factor):
-    """Set the rate of each parameter group to its initial rate times a factor."""
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate * factor
+    """Return Adam over all parameters."""
+    return torch.optim.Adam(model.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
 
 
 # ------------------------------------------------------------------------------------ rollout
@@ -380,18 +362,18 @@ def explained_variance(batch):
 
 
 # ------------------------------------------------------------------------------------ losses
-def losses(model, batch, clip_coef, clip_vloss):
+def losses(model, mb, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
-    `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
+    `mb` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
     π_old, values of V before the update, advantages, returns. A recurrent policy's are (T, M, ...).
     Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,).
     """
-    pi, values = model(**{name: batch[name] for name in model.inputs})
-    logprobs = model.head.log_prob(pi, batch["actions"])
-    logratio = logprobs - batch["logprobs"]
-    advantages = batch["advantages"]
-    returns = batch["returns"]
+    pi, values = model(**{name: mb[name] for name in model.inputs})
+    logprobs = model.head.log_prob(pi, mb["actions"])
+    logratio = logprobs - mb["logprobs"]
+    advantages = mb["advantages"]
+    returns = mb["returns"]
     assert logratio.shape == values.shape == advantages.shape == returns.shape
 
     # PPO, Eq. (7): −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)
@@ -404,8 +386,8 @@ def losses(model, batch, clip_coef, clip_vloss):
     if clip_vloss:
         # Not in the paper: (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², where that is larger. So V
         # gains nothing by moving away from V_old by more than ε in one update.
-        change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
-        v_loss = torch.max(v_loss, (batch["values"] + change - returns).square())
+        change = (values - mb["values"]).clamp(-clip_coef, clip_coef)
+        v_loss = torch.max(v_loss, (mb["values"] + change - returns).square())
     v_loss = 0.5 * v_loss
 
     return pg_loss, v_loss, model.head.entropy(pi, logprobs), logratio
@@ -624,8 +606,8 @@ class Policy:
         x = self.obs_norm(obs)
         if self.memory is not None:
             x, state = self.remember(x, starts, state)
-        scores = self.output(self.actor(x))
-        return self.head.sample(scores, noise, action_mask), state
+        output = self.output(self.actor(x))
+        return self.head.sample(output, noise, action_mask), state
 
     @torch.no_grad()
     def remember(self, x, starts, state):
@@ -718,7 +700,7 @@ class Categorical(nn.Module):
         if action_mask is not None:
             scores = np.where(action_mask, scores, -1e8)
         parts = [scores]
-        # A CartPole's step takes 10 % less without split and stack.
+        # A CartPole's step takes less time without split.
         if len(self.choices) > 1:
             parts = np.split(scores, np.cumsum(self.choices[:-1]), axis=-1)
         actions = np.stack([part.argmax(-1) for part in parts], axis=-1)
@@ -839,7 +821,7 @@ class Memory(nn.Module):
 class RunningNorm(nn.Module):
     """(x − μ) / σ with the mean and standard deviation of all rows seen; saved with the model.
 
-    An entry that varies by no more than the rounding of its mean has σ = 1: it is only shifted.
+    An entry that varies by little more than rounding of its mean has σ = 1: it is only shifted.
     """
 
     def __init__(self, shape=(), limit=math.inf):
@@ -1158,6 +1140,7 @@ def make_rows(args, model, num_games):
 
 # float32 must be able to hold squares of numbers, and sums of squares.
 LARGEST = 1e15
+MOST_STEPS = 10_000  # an episode of an evaluation takes no more steps
 
 
 class Player:
@@ -1696,7 +1679,6 @@ def read_checkpoint(run_dir):
 
 # ------------------------------------------------------------------------------------ evaluation
 EVAL_SEED = 10_000  # evaluation games have their own seeds, the same in every run
-MOST_STEPS = 10_000  # an episode of an evaluation takes no more steps
 
 
 def evaluate(model, args, video=None):
@@ -1728,7 +1710,7 @@ def evaluate_run(args):
 EXAMPLES = """
 examples:
   python ppo.py --env CartPole-v1                           train
-  python ppo.py --env Hopper-v5 --norm-obs --norm-reward    train with normalised inputs
+  python ppo.py --env Hopper-v5 --norm-obs --norm-reward    train with normalisers
   python ppo.py --resume RUN_DIR --num-iterations 2000      resume, for longer
   python ppo.py --eval RUN_DIR --video                      evaluate, and film an episode
 """
@@ -1760,7 +1742,7 @@ def add_run_options(parser):
     group = parser.add_argument_group("run")
     add = group.add_argument
     add("--seed", type=int, default=1, help="seed of all generators")
-    add("--device", default="auto", help="auto, cpu, cuda or mps; auto is cpu")
+    add("--device", default="auto", help="auto, cpu or cuda; auto is cpu")
     add("--num-workers", type=int, default=0, help="processes that play; 0: this one plays")
     add("--log-dir", type=os.path.abspath, default="runs", help="folder of the runs' folders")
     add("--run-name", help="name of the run's folder, if not env__script__seed__time")

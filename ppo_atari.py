@@ -92,7 +92,7 @@ def add_ppo_options(parser):
     add("--learning-rate", type=float, default=2.5e-4, help="Adam's step size (1e-5 to 1e-3)")
     add("--anneal-lr", action=FLAG, default=True, help="lower the rate linearly to 0 over the run")
     add("--gamma", type=float, default=0.99, help="γ, discount per step (0.9 to 0.9997)")
-    add("--gae-lambda", type=float, default=0.95, help="λ, 0: low variance, 1: no bias (0.95)")
+    add("--gae-lambda", type=float, default=0.95, help="λ, 0: low variance, 1: little bias (0.95)")
     add("--num-minibatches", type=int, default=4, help="B, minibatches per epoch; divides N · T")
     add("--update-epochs", type=int, default=4, help="K, passes over a rollout (3 to 30)")
     add("--norm-adv", action=FLAG, default=True, help="normalise the advantages of a minibatch")
@@ -303,18 +303,18 @@ def explained_variance(batch):
 
 
 # ------------------------------------------------------------------------------------ losses
-def losses(model, batch, clip_coef, clip_vloss):
+def losses(model, mb, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
-    `batch` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
+    `mb` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
     π_old, values of V before the update, advantages, returns. A recurrent policy's are (T, M, ...).
     Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,).
     """
-    pi, values = model(**{name: batch[name] for name in model.inputs})
-    logprobs = model.head.log_prob(pi, batch["actions"])
-    logratio = logprobs - batch["logprobs"]
-    advantages = batch["advantages"]
-    returns = batch["returns"]
+    pi, values = model(**{name: mb[name] for name in model.inputs})
+    logprobs = model.head.log_prob(pi, mb["actions"])
+    logratio = logprobs - mb["logprobs"]
+    advantages = mb["advantages"]
+    returns = mb["returns"]
     assert logratio.shape == values.shape == advantages.shape == returns.shape
 
     # PPO, Eq. (7): −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)
@@ -327,8 +327,8 @@ def losses(model, batch, clip_coef, clip_vloss):
     if clip_vloss:
         # Not in the paper: (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², where that is larger. So V
         # gains nothing by moving away from V_old by more than ε in one update.
-        change = (values - batch["values"]).clamp(-clip_coef, clip_coef)
-        v_loss = torch.max(v_loss, (batch["values"] + change - returns).square())
+        change = (values - mb["values"]).clamp(-clip_coef, clip_coef)
+        v_loss = torch.max(v_loss, (mb["values"] + change - returns).square())
     v_loss = 0.5 * v_loss
 
     return pg_loss, v_loss, model.head.entropy(pi, logprobs), logratio
@@ -1413,7 +1413,7 @@ def add_run_options(parser):
     group = parser.add_argument_group("run")
     add = group.add_argument
     add("--seed", type=int, default=1, help="seed of all generators")
-    add("--device", default="auto", help="auto, cpu, cuda or mps; auto: cuda if it is there")
+    add("--device", default="auto", help="auto, cpu or cuda; auto: cuda if it is there")
     add("--num-workers", type=int, default=num_cores(), help="processes that play; 0: this one")
     add("--log-dir", type=os.path.abspath, default="runs", help="folder of the runs' folders")
     add("--run-name", help="name of the run's folder, if not env__script__seed__time")

@@ -242,13 +242,13 @@ class Memory(nn.Module):
 
 ADAMW = [
     (
-        "    return torch.optim.Adam(groups, eps=1e-5, fused=True)\n",
-        """    decayed = []
-    for group in groups:
-        weights = [p for p in group["params"] if p.dim() > 1]
-        group["params"] = [p for p in group["params"] if p.dim() <= 1]
-        decayed.append({"params": weights, "lr": group["lr"], "weight_decay": 0.1})
-    return torch.optim.AdamW(groups + decayed, eps=1e-5, weight_decay=0.0, fused=True)
+        "    return torch.optim.Adam("
+        "model.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)\n",
+        """    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": others}, {"params": weights, "weight_decay": 0.1}]
+    options = {"lr": args.learning_rate, "eps": 1e-5, "weight_decay": 0.0}
+    return torch.optim.AdamW(groups, **options, fused=True)
 """,
     ),
     (

@@ -32,7 +32,7 @@ CASES = {
     "CartPole": (ppo, "--eval-every 2"),
     "CartPole, normalised": (ppo, f"--eval-every 3 {NORMS}"),
     "CartPole, LSTM": (ppo, "--rnn lstm --rnn-size 8 --num-workers 2"),
-    "HalfCheetah": (ppo, "--env HalfCheetah-v5 --num-envs 2 --value-learning-rate 1e-3"),
+    "HalfCheetah": (ppo, "--env HalfCheetah-v5 --num-envs 2"),
     "Breakout": (ppo_atari, "--num-workers 2 --precision fp32"),
     "adaptive": (ppo_multilevel, "--eval-every 2 --norm-obs --norm-value"),
     "adaptive, workers": (

@@ -518,14 +518,13 @@ def group_rates(monkeypatch):
 
 
 def test_adaptive_lr_goes_on_over_iterations_and_in_a_resumed_run(monkeypatch, tmp_path):
-    """A KL that is never reached raises both rates by 1.5 per epoch, from where they are."""
+    """A KL that is never reached raises the rate by 1.5 per epoch, from where it is."""
     rates = group_rates(monkeypatch)
-    options = "--adaptive-lr 1e3 --learning-rate 1e-5 --value-learning-rate 1e-4".split()
+    options = "--adaptive-lr 1e3 --learning-rate 1e-5".split()
     run = train(tmp_path, *options)
     ppo.train(ppo.parse_args(f"--resume {run.run_dir} --num-iterations 4 --quiet".split()))
     grown = [1, 1.5**2, 1.5**4, 1.5**6]  # two epochs an iteration
-    assert [pair[0] for pair in rates] == pytest.approx([1e-5 * factor for factor in grown])
-    assert [pair[1] for pair in rates] == pytest.approx([1e-4 * factor for factor in grown])
+    assert [rate for (rate,) in rates] == pytest.approx([1e-5 * factor for factor in grown])
     logged = [row["learning_rate"] for row in run.history]
     assert logged == pytest.approx([1e-5 * factor for factor in grown[1:]])
     rates.clear()
@@ -537,66 +536,12 @@ def test_adaptive_lr_goes_on_over_iterations_and_in_a_resumed_run(monkeypatch, t
     "options, factors",
     [("", (1, 2 / 3, 1 / 3)), ("--no-anneal-lr", (1, 1, 1))],
 )
-@pytest.mark.parametrize("value_rate", [None, 3e-2])
-def test_linear_and_constant_rates(monkeypatch, tmp_path, options, factors, value_rate):
-    """Rates fall linearly or stay; the value function's may be one of its own."""
+def test_linear_and_constant_rates(monkeypatch, tmp_path, options, factors):
+    """The rate falls linearly or stays."""
     rates, options = group_rates(monkeypatch), options.split()
-    options += ["--value-learning-rate", str(value_rate)] if value_rate else []
     history = train(tmp_path, *options).history
-    own = [1e-2, value_rate] if value_rate else [1e-2]  # a group each
-    expected = [[rate * factor for rate in own] for factor in factors]
-    np.testing.assert_allclose(rates, expected)
+    np.testing.assert_allclose(rates, [[1e-2 * factor] for factor in factors])
     np.testing.assert_allclose([row["learning_rate"] for row in history], np.array(rates)[:, 0])
-
-
-@pytest.mark.parametrize("rnn", [[], ["--rnn", "lstm"]])
-@pytest.mark.parametrize("shared", [False, True])
-def test_parameter_groups(tmp_path, shared, rnn):
-    """The value group has critic and value layer, of a shared net only the latter."""
-    options = ["--shared-net"] if shared else []
-    args = parse(tmp_path, "--layer-norm", *options, *rnn)
-    model = ppo.make_model(args)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    args.value_learning_rate = 0.5
-    optimizer = ppo.make_optimizer(model, args)
-    assert [group["lr"] for group in optimizer.param_groups] == [args.learning_rate, 0.5]
-    policy, value = [group["params"] for group in optimizer.param_groups]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    critic = [] if shared else [*model.critic.parameters()]
-    of_value = {id(parameter) for parameter in [*critic, *model.value.parameters()]}
-    assert {id(parameter) for parameter in value} == of_value
-    assert {*map(id, [*policy, *value])} == {*map(id, model.parameters())}
-    assert len(policy) + len(value) == len([*model.parameters()])
-
-
-def test_a_group_of_ones_own(monkeypatch, tmp_path):
-    """A third group that a user adds keeps its own initial rate, and the same factor scales it."""
-    real = ppo.make_optimizer
-
-    def make_optimizer(model, args):
-        optimizer = real(model, args)
-        layer = nn.Linear(2, 2)
-        optimizer.add_param_group({"params": layer.parameters(), "lr": 0.5})
-        return optimizer
-
-    monkeypatch.setattr(ppo, "make_optimizer", make_optimizer)
-    rates = group_rates(monkeypatch)
-    train(tmp_path, "--learning-rate", "1e-2", "--value-learning-rate", "1e-3")
-    first = [1e-2, 1e-3, 0.5]
-    np.testing.assert_allclose(rates, [np.multiply(first, f) for f in (1, 2 / 3, 1 / 3)])
-
-
-def test_value_learning_rate_is_that_of_the_value_function(tmp_path):
-    """With a vanishing rate the value function stays where it began, the policy moves."""
-    options = ["--value-learning-rate", "1e-20"]
-    model = train(tmp_path, *options).model
-    torch.manual_seed(1)  # --seed
-    start = ppo.make_model(parse(tmp_path, *options))
-    for name in ("critic", "value", "actor", "head"):
-        pairs = zip(getattr(start, name).parameters(), getattr(model, name).parameters())
-        for old, new in pairs:
-            moved = (old - new).abs().max()
-            assert moved < 1e-15 if name in ("critic", "value") else moved > 1e-3
 
 
 # KL penalty ---------------------------------------------------------------------------------------
@@ -1090,7 +1035,7 @@ def test_all_together(monkeypatch, tmp_path):
     lively(monkeypatch)
     losses = spy(monkeypatch, "losses")
     options = "--rnn gru --norm-adv batch --kl-coef 1 --adaptive-lr 0.01 --layer-norm".split()
-    options += "--activation silu --shared-net --value-learning-rate 1e-3".split()
+    options += "--activation silu --shared-net".split()
     run = train(tmp_path, *NORMS, *options)
     assert all(call.result[3].abs().max() < 1e-4 for call in losses[::4])
     for row in run.history:
