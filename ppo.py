@@ -1577,7 +1577,7 @@ class Run(AbstractContextManager):
     def __exit__(self, kind, *_):
         """Close everything. First save, unless the code has failed or a Ctrl-C stops at once."""
         with self.stack:
-            if kind in (None, GameError, BrokenPipeError):
+            if kind is None or issubclass(kind, (GameError, OSError)):
                 self.save()
             if kind is None:
                 # Barrier: no rank may exit before rank 0 has saved, or torchrun would kill it.

@@ -14,7 +14,7 @@ How to read this file
     and stops. It has `Simulations`: the `Costs` of the levels, which are the run's clock, and a
     `WorkerPool` with one `Player` in each worker process, or one in this process. A player has its
     share of every `Team` of games, a `Policy` that acts for them, and the rows that they fill. A
-    `Game` is one simulation on one level. There are two commands: "play" for rollouts, and
+    `Game` is one simulation on one level. The commands are "start" and "play" for rollouts, and
     "play_episodes" for checks, evaluations, and the measurements of costs and correlations.
 
 The schedule adaptive, the default
@@ -48,10 +48,10 @@ What a simulation is
     over cells, not sums. The last two arguments, if the function has them, ask for starts that
     training never sees: `evaluation` for those of the results that are reported, `validation` for
     those of the checks by which the best parameters are chosen.
-    Pairs of levels use two more methods, if they are there: `psi()` returns the observation of the
-    state, and `map_from(other)` takes over another level's state. Without them a common seed starts
-    both. A static method `step_batch(envs, actions)` steps many simulations at once. It returns
-    arrays of observations, rewards, terminated and truncated.
+    To start levels alike two more methods are used, if they are there: `psi()` returns the
+    observation of the state, and `map_from(other)` takes over another level's state. Without them
+    levels start from a common seed. A static method `step_batch(envs, actions)` steps many
+    simulations at once. It returns arrays of observations, rewards, terminated and truncated.
 
 Notation and shapes
     L levels, T^l steps on level l (--num-steps), N actors (--num-envs), B minibatches of M^l rows
@@ -1498,7 +1498,7 @@ class Player:
         return np.array_split(rows, self.count, axis)[self.index]
 
     def start(self, seeds, leader, followers=()):
-        """Start the games of a team from seeds (N,), in the last row: there a rollout begins.
+        """Start a team's games from seeds (N,), in the last row, which a rollout moves to row 0.
 
         Games of other teams start from the same seeds and, if they can, where the leader's are.
         """
@@ -1647,14 +1647,6 @@ class Costs:
         self.update_seconds = 0.0
         self.total = 0.0
 
-    def state(self):
-        """Return what a checkpoint keeps: all that was seen."""
-        return {name: value for name, value in vars(self).items() if name != "given"}
-
-    def restore(self, state):
-        """Go on from a checkpoint's state."""
-        vars(self).update(state)
-
     def count_steps(self, level, steps, seconds=None):
         """Count steps on a level. Without seconds they are charged at what a step takes."""
         if self.given or seconds is None:
@@ -1698,18 +1690,19 @@ class Simulations:
     def measure_costs(self, model):
         """Play an episode on every level, to know what steps cost. It is not charged."""
         with closing(make_env(self.args.env, self.args.levels[0])) as env:
-            in_batches = steps_in_batches(env)
+            in_batches = self.args.failed_reward is None and steps_in_batches(env)
         # One actor in each process is enough, unless actors are stepped together.
         num_actors = num_processes(self.args) * NUM_RANKS
         if in_batches:
             num_actors = self.args.num_envs
         seeds = draw_seeds(num_actors, self.args.seed)
+        total = self.costs.total
         # The first time includes what is done once.
         for _ in range(2):
             self.costs = Costs(self.args)
             for level in range(len(self.args.levels)):
                 self.play_episodes(model, [f"own {level}"], seeds)
-        self.costs.total = 0.0
+        self.costs.total = total
 
     def start(self, level, seeds):
         """Start the games of training on a level from seeds (N,), with their partners if any."""
@@ -2036,10 +2029,11 @@ class Run(AbstractContextManager):
             raise KeyboardInterrupt
 
     def begin(self):
-        """Start the games. In a new run measure what levels cost first, and let the rule begin."""
+        """Measure what levels cost, and start the games. In a new run the rule begins, too."""
         args = self.args
         self.began = time.perf_counter()
-        if not self.history and not args.level_costs:
+        if not args.level_costs:
+            report("measuring what steps cost")
             self.sims.measure_costs(self.model)
         self.length = run_length(args, self.sims.costs)
         self.start_games()
@@ -2094,7 +2088,7 @@ class Run(AbstractContextManager):
         self.counters["wall_seconds"] += seconds
         row |= self.counters | {"seconds": self.seconds()}
         steps_before = self.history[-1]["global_step"] if self.history else 0
-        row["sps"] = round((row["global_step"] - steps_before) / seconds)
+        row["sps"] = (row["global_step"] - steps_before) / seconds
 
         every = self.args.eval_every
         if every and (self.iteration % every == 0 or self.share_done() >= 1):
@@ -2132,7 +2126,7 @@ class Run(AbstractContextManager):
             "model": self.rule.best or self.model.state_dict(),  # the result, which --eval plays
             "current": self.model.state_dict(),
             "rule": rule,
-            "costs": self.sims.costs.state(),
+            "seconds": self.seconds(),
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
             "counters": self.counters,
@@ -2145,7 +2139,7 @@ class Run(AbstractContextManager):
         state = read_checkpoint(self.run_dir)
         self.model.load_state_dict(state["current"])
         vars(self.rule).update(state["rule"])
-        self.sims.costs.restore(state["costs"])
+        self.sims.costs.total = state["seconds"]
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.counters = state["counters"]
@@ -2158,7 +2152,7 @@ class Run(AbstractContextManager):
             # An iteration that is not logged, since the check after it has failed, is done again.
             if kind is GameError and self.history:
                 self.counters = {name: self.history[-1][name] for name in COUNTERS}
-            if kind in (None, GameError, BrokenPipeError):
+            if kind is None or issubclass(kind, (GameError, OSError)):
                 self.save()
             if kind is None:
                 # Barrier: no rank may exit before rank 0 has saved, or torchrun would kill it.
@@ -3165,6 +3159,7 @@ def check_options(parser, args, options):
         (divides, "num-minibatches", f"{parts}, over all ranks, must divide N · T of each level"),
         (two_rows or not args.norm_adv, "num-minibatches", "--norm-adv needs two rows"),
         (costs_fit, "level-costs", f"give {L + 1} numbers, the last of an update"),
+        (args.check_episodes > 1, "check-episodes", "two or more: their differences are compared"),
         (math.isfinite(args.learning_rate), "learning-rate", "give a number"),
         (not args.resume or kept.items() <= options.items(), "resume", f"{list(kept)} must stay"),
         (not is_new or not folder.exists(), "run-name", f"{folder} is there already"),
