@@ -375,6 +375,13 @@ def test_run_without_a_name(refused, option):
     refused([option, ""], "No such file", f"{os.getcwd()}/config.json")
 
 
+class Code:
+    """What makes a folder when it is loaded from a file."""
+
+    def __reduce__(self):
+        return os.mkdir, ("made by the file",)
+
+
 def damage(run_dir, how):
     """Damage a run's folder."""
     checkpoint = run_dir / "checkpoint.pt"
@@ -395,7 +402,7 @@ def damage(run_dir, how):
     elif how == "foreign":
         torch.save({"state_dict": {}}, checkpoint)
     elif how == "code":
-        torch.save({"model": Namespace()}, checkpoint)
+        torch.save({"model": Code()}, checkpoint)
     elif how == "half a config":
         config.write_text(config.read_text()[:99])
     elif how == "empty config":
@@ -424,6 +431,7 @@ def test_run_that_is_damaged(refused, run_dir, tmp_path, option, how):
     copy = shutil.copytree(run_dir, tmp_path / "copy")
     damage(copy, how)
     refused([option, str(copy)], "" if how == "half a config" else str(copy))
+    assert not Path("made by the file").exists()
 
 
 def test_run_of_another_network(script, refused, run_dir, finished):
@@ -472,12 +480,16 @@ def test_command_line_wins(script, run_dir, option):
     assert {name: args[name] for name in config_of(run_dir)} == config_of(run_dir) | new
 
 
-@pytest.mark.parametrize("words", ["--num-iterations 9", "--total-timesteps 700"])
 @only(ppo, ppo_atari)
-def test_length_that_is_given(script, run_dir, words):
+def test_length_that_is_given(script, run_dir, tmp_path):
     """It replaces the run's, in other units, too: 43 iterations have 43 · 2 · 8 = 688 steps."""
-    args = script.parse_args(["--resume", str(run_dir), *words.split()])
-    assert args.num_iterations == (9 if "num" in words else 43)
+    copy = shutil.copytree(run_dir, tmp_path / "copy")
+    args = script.parse_args(["--resume", str(copy), "--total-timesteps", "700"])
+    assert args.num_iterations == 43
+    script.write_config(copy, args)
+    assert script.parse_args(["--resume", str(copy)]).num_iterations == 43
+    args = script.parse_args(["--resume", str(copy), "--num-iterations", "9"])
+    assert args.num_iterations == 9
 
 
 LENGTHS = {"hours": 2.5, "finest_steps": 700, "num_iterations": 9}
@@ -713,6 +725,20 @@ def test_wrong_results_of_a_step(script, monkeypatch, wrong):
     name = "envs:Quick-v0" if script is ppo else "envs:make_from_one level 1"
     where = rf"^{name} \(seed 0, episode 1, after [01] steps\) failed in step: \w+Error: "
     with pytest.raises(script.GameError, match=where):
+        play(script)
+
+
+@once
+def test_wrong_last_observation(script, monkeypatch):
+    """It is not what the policy sees next, but its value is asked for."""
+    real = envs.Scripted.step
+
+    def step(self, action):
+        obs, reward, terminated, *rest = real(self, action)
+        return obs[:1] if terminated else obs, reward, terminated, *rest
+
+    monkeypatch.setattr(envs.Scripted, "step", step)
+    with pytest.raises(script.GameError, match=r"after 2 steps\) failed in step: .*reshape"):
         play(script)
 
 
