@@ -1,5 +1,5 @@
 """Tests on a GPU, skipped where there is none: what it computes is what the CPU computes, and runs
-go on from one to the other."""
+go on from one to the other. ppo_multilevel.py computes on the CPU only."""
 
 import csv
 import json
@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 import ppo
 import ppo_atari
-import ppo_multilevel
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU = "cuda"
@@ -21,17 +20,12 @@ LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHORT = "--num-envs 4 --num-minibatches 2 --update-epochs 2 --num-iterations 2 --quiet".split()
 CARTPOLE = "--env CartPole-v1 --num-steps 32 --eval-every 1 --eval-episodes 2"
-RESSIM = (
-    "--env ResSim-v1 --levels 1 2 --hidden 16 --num-workers 0 --level-costs 1 2 1 --eval-every 1"
-)
 CASES = {
     "CartPole": (ppo, CARTPOLE),
     "normalisers": (ppo, f"{CARTPOLE} --norm-obs --norm-reward --norm-value --adaptive-lr 0.01"),
     "GRU": (ppo, f"{CARTPOLE} --rnn gru --rnn-size 8"),
     "Pendulum": (ppo, "--env Pendulum-v1 --num-steps 32"),
     "Breakout": (ppo_atari, "--num-steps 16 --precision fp32 --eval-every 2 --eval-episodes 1"),
-    "adaptive": (ppo_multilevel, f"{RESSIM} --num-steps 8 --check-episodes 2"),
-    "together": (ppo_multilevel, f"{RESSIM} --schedule together --num-steps 8 4"),
 }
 
 
@@ -54,8 +48,9 @@ def test_gpu_computes_what_the_cpu_does(case, tmp_path):
     assert runs[1].model.device.type == GPU
     assert (on_gpu - on_cpu).norm() < 0.5 * (on_cpu - start).norm()
     rows = [first_update(run.history) for run in runs]
-    for name in (*LOSSES, "episodic_return"):
-        assert rows[1][name] == pytest.approx(rows[0][name], 0.02, 2e-3, nan_ok=True), name
+    assert rows[0].keys() == rows[1].keys()  # with an episodic_return if an episode has ended
+    for name in {*LOSSES, "episodic_return"} & rows[0].keys():
+        assert rows[1][name] == pytest.approx(rows[0][name], 0.02, 2e-3), name
 
 
 def first_update(rows):
@@ -73,10 +68,8 @@ def test_run_goes_on_on_another_device(case, there, back, tmp_path):
     run = module.train(module.parse_args(words))
     assert run.model.device.type == back and run.iteration == 3
     for device in ("cpu", GPU):
-        words = ["--eval", str(run_dir), "--device", device, "--export-onnx"]
-        words += ["--eval-episodes", "2"]
+        words = ["--eval", str(run_dir), "--device", device, "--eval-episodes", "2"]
         assert len(module.evaluate_run(module.parse_args(words))) == 2
-    assert (run_dir / "policy.onnx").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("target_kl", ["1e-9", "1"])
@@ -92,13 +85,12 @@ def test_atari_takes_the_gpu_and_bfloat16(target_kl, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=0.05, abs=0.02)
 
 
-ONE = [(script, 1, GPU) for script in ("ppo", "ppo_atari", "ppo_multilevel")]
-
-
-@pytest.mark.parametrize("script, ranks, device", [*ONE, ("ppo", 2, "cpu")])
+@pytest.mark.parametrize(
+    "script, ranks, device", [("ppo", 1, GPU), ("ppo_atari", 1, GPU), ("ppo", 2, "cpu")]
+)
 def test_torchrun(script, ranks, device, tmp_path):
     """One rank does on the GPU what the script does alone; two use the CPU beside a GPU."""
-    module, options = CASES[{"ppo": "CartPole", "ppo_atari": "Breakout"}.get(script, "together")]
+    module, options = CASES["CartPole" if script == "ppo" else "Breakout"]
     words = [*SHORT, *options.split(), "--device", device, "--log-dir", str(tmp_path)]
     torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split()
     rows = []
@@ -109,11 +101,11 @@ def test_torchrun(script, ranks, device, tmp_path):
             row = first_update([*csv.DictReader(file)])
         rows.append([float(row[name]) for name in LOSSES])
         config = json.loads((tmp_path / name / "config.json").read_text())
-        assert config["options"]["device"] == device
+        assert config["device"] == device
     assert rows[0] == pytest.approx(rows[1], rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("module", [ppo, ppo_atari, ppo_multilevel])
+@pytest.mark.parametrize("module", [ppo, ppo_atari])
 def test_nccl_takes_what_ranks_exchange(module, tmp_path, monkeypatch):
     """In a group of one: what several make of it is seen with gloo, in test_ranks.py."""
     group = {"init_method": f"file://{tmp_path}/group", "rank": 0, "world_size": 1}

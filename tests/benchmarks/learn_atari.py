@@ -16,7 +16,6 @@ results/atari/<run>__<seed>.csv gets its curve. Rows of runs that are not in RUN
 
 import argparse
 import csv
-import json
 import math
 import os
 import platform
@@ -76,9 +75,12 @@ def run(name, seed):
         options = ["--resume", str(run_dir)]
         if steps_taken(run_dir) >= last:
             return
+    versions = pairs.origin()["versions"]
     process = subprocess.Popen([*script, *options, "--quiet"])
     while process.poll() is None:
         time.sleep(5)
+        if run_dir.exists():
+            (run_dir / "versions.json").write_text(versions)
         if steps_taken(run_dir) >= last:
             process.terminate()  # it finishes its iteration and saves
             process.wait()
@@ -105,17 +107,18 @@ def record(run_dir):
         writer = csv.DictWriter(file, CURVE, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows[::10])
-    config, last = json.loads((run_dir / "config.json").read_text()), rows[-1]
+    last = rows[-1]
     name, seed = run_dir.name.rsplit("__", 1)
-    args = ppo_atari.parse_args(["--eval", str(run_dir), "--eval-episodes", "16"])
-    args.noop_max = 30
-    mode, phases = ppo_atari.evaluate_run(args), start_frames(args) % 4
-    args.sample = True
-    sampled = ppo_atari.evaluate_run(args)
+    args = ppo_atari.parse_args(["--eval", str(run_dir), "--noop-max", "30"])
+    mode, phases = evaluate(args, ppo_atari.Player)
+    sampled, _ = evaluate(args, Sampler)
     gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if gpu else torch.backends.cpu.get_cpu_capability()
     bound = 18 if args.env == "Pong" else math.inf
-    reached = [row["global_step"] for row in rows if float(row["episodic_return"]) >= bound]
+    # The first rows have no return: no game has ended.
+    reached = [
+        row["global_step"] for row in rows if float(row["episodic_return"] or "nan") >= bound
+    ]
     return {
         "run": name,
         "seed": seed,
@@ -129,8 +132,8 @@ def record(run_dir):
         "wall_seconds": f"{float(last['wall_seconds']):.0f}",
         "command": f"python ppo_atari.py {RUNS[name][0]} --seed {seed}",
         "precision": "bf16" if ppo_atari.make_model(args).bf16 else "fp32",
-        "machine": f"{platform.machine()} {device}, {config['options']['num_workers']} core(s)",
-        "versions": json.dumps(config["versions"]),
+        "machine": f"{platform.machine()} {device}, {args.num_workers} core(s)",
+        "versions": (run_dir / "versions.json").read_text(),
         **pairs.run_origin(run_dir),
     }
 
@@ -140,11 +143,30 @@ def means_by_phase(returns, phases):
     return " / ".join(f"{returns[phases == phase].mean():.1f}" for phase in range(4))
 
 
-def start_frames(args):
-    """Return the frame at which the policy takes over, for each evaluation game."""
-    with closing(ppo_atari.make_eval_pool(args, ppo_atari.make_model(args))) as pool:
-        pool.call("start")
-        return np.array([game.ale.getEpisodeFrameNumber() for game in pool.games.games])
+class Sampler(ppo_atari.Player):
+    """A player that plays samples of the policy's actions where the mode is asked for."""
+
+    def take_step(self, t, noise=None):
+        """Act in row t, and step the games."""
+        noise = self.model.head.noise(len(self.games), generator=None)
+        super().take_step(t, noise.numpy())
+
+
+def evaluate(args, player_class):
+    """Play 16 games of a run's policy.
+
+    Returns their scores, and for each the frame at which the policy takes over, modulo 4.
+    """
+    args = argparse.Namespace(**vars(args) | {"num_envs": 16, "num_steps": 1})
+    ppo_atari.seed_generators(args.seed)
+    model = ppo_atari.make_model(args).cpu()
+    model.load_state_dict(ppo_atari.read_checkpoint(args.eval)["model"])
+    seeds = ppo_atari.EVAL_SEED + np.arange(16)
+    rows = ppo_atari.make_rows(args, 16)
+    with closing(player_class(args, rows, 0, model)) as player:
+        player.start(seeds)
+        frames = [game.ale.getEpisodeFrameNumber() for game in player.games]
+        return player.play_episodes(seeds), np.array(frames) % 4
 
 
 def collect():

@@ -42,15 +42,15 @@ def ours(options, _):
         args = ppo_atari.parse_args([*options.split(), "--log-dir", folder])
         started, log = [], ppo_atari.Run.log
 
-        def timed_log(run, row, *tags):
-            log(run, row, *tags)
+        def timed_log(run, row):
+            log(run, row)
             if row["iteration"] == WARM_UP:
                 started.append(time.perf_counter())
 
         ppo_atari.Run.log = timed_log
         run = ppo_atari.train(args)
         seconds = time.perf_counter() - started[0]
-        versions = json.loads((run.run_dir / "config.json").read_text())["versions"]
+    versions = json.loads(pairs.origin()["versions"])
     precision = "bf16" if run.model.bf16 else "fp32"
     return ITERATIONS * 1024 / seconds, versions | {"precision": precision}
 
