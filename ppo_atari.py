@@ -1043,7 +1043,9 @@ def report(message):
     """Print a message, once for all ranks. It is lost if the output is closed."""
     if RANK == 0:
         with suppress(OSError):
-            print(message, file=sys.stderr, flush=True)
+            # In one piece: several workers may print at once.
+            sys.stderr.write(f"{message}\n")
+            sys.stderr.flush()
 
 
 def own_rows(mb):
@@ -1135,15 +1137,17 @@ class Run(AbstractContextManager):
 
     def open(self):
         """Make the games, catch signals and open the files."""
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for signum in signals:
+            self.stack.callback(signal.signal, signum, signal.getsignal(signum))
         if NUM_RANKS > 1:
             backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
             self.stack.callback(dist.destroy_process_group)
         self.pool = self.stack.enter_context(closing(make_pool(self.args, self.model)))
         # A library of the games may catch signals itself, so this comes after them.
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            before = signal.signal(signum, self.stop)
-            self.stack.callback(signal.signal, signum, before)
+        for signum in signals:
+            signal.signal(signum, self.stop)
         if RANK == 0:
             logger = Logger(self.run_dir, self.args, self.history)
             self.logger = self.stack.enter_context(closing(logger))
