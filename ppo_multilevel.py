@@ -1670,7 +1670,7 @@ class Costs:
         """Return the seconds of a step on a level."""
         if self.given:
             return self.given[level]
-        return self.seconds[level] / self.steps[level]
+        return self.seconds[level] / max(1, self.steps[level])
 
     def row(self, level):
         """Return the seconds of a row on a level: a step, and its share of an update."""
@@ -2035,11 +2035,12 @@ class Run(AbstractContextManager):
     def begin(self):
         """Measure what levels cost, and start the games. In a new run the rule begins, too."""
         args = self.args
-        self.began = time.perf_counter()
-        if not args.level_costs:
+        goes_by_costs = args.schedule != "together" or not args.num_iterations
+        if goes_by_costs and not args.level_costs:
             report("measuring what steps cost")
             self.sims.measure_costs(self.model)
         self.length = run_length(args, self.sims.costs)
+        self.began = time.perf_counter()
         self.start_games()
         if self.history:
             return
@@ -2290,8 +2291,6 @@ def load_model(args):
 def evaluate_run(args):
     """Evaluate the policy of --eval on the last of --levels. Returns the returns, (E,)."""
     model = load_model(args)
-    # Nothing is charged.
-    args.level_costs = [0.0 for _ in range(len(args.levels) + 1)]
     with closing(Simulations(args, model)) as sims:
         returns = evaluate(model, sims)
     what = f"{len(returns)} episodes of {Path(args.env).name} level {args.levels[-1]}"
