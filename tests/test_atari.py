@@ -217,6 +217,13 @@ def test_noops_that_end_the_game(monkeypatch):
     assert {num_resets for *_, num_resets in steps} == {0, 1, 2}
     assert all(step.ended == (num_resets > 0) for step, _, num_resets in steps)
 
+    # What the no-ops of the other game have scored is not the new one's.
+    game = Single(bonus=1, fire=False)
+    for seed in range(9):
+        game.start(seed, -1)
+        assert game.score == game.env.score == game.ale.getEpisodeFrameNumber()
+    assert len(game.env.scores) > 1 + 9  # resets, more than starts
+
 
 def test_time_limit(monkeypatch):
     """98 frames are 24 steps and a half: the 25th truncates, its next_obs repeats a picture."""
@@ -280,14 +287,21 @@ def test_life_won():
 
 
 def test_whole_games():
-    """--no-episodic-life: an episode is a game, the loss of a life is no end."""
-    game, ends = Single(episodic_life=False), 0
+    """--no-episodic-life: an episode is a game, the loss of a life is no end.
+
+    The game keeps the score of the first one since its start.
+    """
+    game, scores = Single(episodic_life=False), []
     for step in random_steps(game, 600):
         assert step.ended == step.terminated and not step.truncated
-        ends += step.ended
-        if ends == 2:
-            return
-    raise AssertionError("two games have not ended")
+        if step.ended:
+            scores.append(step.episode_return)
+        assert game.first_return == (scores[0] if scores else None)
+        if len(set(scores)) > 1:
+            break
+    assert len(set(scores)) > 1
+    game.start(0, -1)
+    assert game.first_return is None
 
 
 @pytest.mark.parametrize("bonus", [-7, 0.5])
