@@ -859,7 +859,7 @@ class Player:
         self.start(seeds)
         self.carry(-1)
         with self.model.autocast():
-            for _ in range(MOST_FRAMES // self.frameskip):
+            for _ in range(MOST_FRAMES // self.frameskip + 1):
                 self.take_step(0)
                 self.carry(1)
                 returns = [game.first_return for game in self.games]

@@ -367,7 +367,7 @@ def test_a_hanging_program_ends_the_training(tmp_path, monkeypatch, capsys, fold
 
     with alarm(20, interrupt):  # main would return another code
         assert ppo_multilevel.main() == 1
-    _, error, *_ = capsys.readouterr().err.splitlines()  # first it says that it measures
+    error, *_ = capsys.readouterr().err.splitlines()
     assert "hanging.py:Pipe level 1 (seed " in error
     assert "failed in step: RuntimeError: the program was killed after 0.5 s" in error
     (run_dir,) = (tmp_path / "runs").iterdir()

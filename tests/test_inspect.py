@@ -342,6 +342,20 @@ def test_flaws_are_found(inspected, kind):
     assert [row.split()[0] for row in table if row] == ["level", "1", "2"]
 
 
+class Astray(Pendulum):
+    """A simulation whose reset returns an info that is no dict."""
+
+    def reset(self, *, seed=None, options=None):
+        obs, _ = super().reset(seed=seed, options=options)
+        return obs, "info"
+
+
+def test_check_of_gymnasium(inspected):
+    """What Gymnasium's own check finds is told."""
+    _, (finding, _), _ = inspected(Astray)
+    assert finding.startswith("Gymnasium's check_env finds: ") and "dict" in finding
+
+
 @pytest.mark.parametrize("env, ends", [("ResSim-v1", []), (ROD, [BOOTSTRAPPED])])
 def test_simulations_that_are_right(inspected, env, ends):
     """Of the reservoirs there is nothing to say; of the rod, that it would go on after its end."""

@@ -3,8 +3,7 @@
     python tests/examples/inspect_simulation.py --env tests/examples/rod.py:Rod --levels 1 2 3
 
 It plays two episodes of each level with random actions, and the first step of eight more. It is
-plain Gymnasium in one process, without a policy: change it as you like. For the types of what the
-methods return see Gymnasium's own check, gymnasium.utils.env_checker.check_env(env).
+plain Gymnasium in one process, without a policy: change it as you like.
 """
 
 import argparse
@@ -13,11 +12,13 @@ import shlex
 import sys
 import textwrap
 import time
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.utils.env_checker import check_env
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of ppo_multilevel.py
 
@@ -103,7 +104,10 @@ def tell(text):
 def look_at_level(number, first, again):
     """Say what two episodes with the same seed and actions show. Returns whether they are right."""
     if first.end == "failed":
-        tell(f"Level {number} fails, {first.failure}")
+        tell(
+            f"Level {number} fails, {first.failure}. With --failed-reward such a step ends an "
+            "episode, not the run."
+        )
     if first.end == "none":
         tell(f"Level {number}: an episode has not ended in {ml.MOST_STEPS:,} steps. Let it end.")
     # Rounding may add up in an episode.
@@ -115,6 +119,16 @@ def look_at_level(number, first, again):
             "random numbers from self.np_random, and let reset set everything that changes."
         )
     return all(alike) and first.end != "failed"
+
+
+def look_at_api(env):
+    """Say what Gymnasium's own check finds wrong. What it only warns of may be meant so."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check_env(env.unwrapped, skip_render_check=True)
+    except Exception as error:
+        tell(f"Gymnasium's check_env finds: {error}")
 
 
 def compare_levels(envs, returns):
@@ -192,6 +206,7 @@ def inspect(numbers, envs):
     returns = [episode.rewards.sum() for episode in episodes]
     ends = {episode.end for episode in episodes}
     if all(are_right):
+        look_at_api(envs[0])
         compare_levels(envs, returns)
     options = look_at_scale("observations", obs, "--norm-obs")
     options += look_at_scale("returns", returns, "--norm-value")
