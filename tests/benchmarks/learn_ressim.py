@@ -75,8 +75,10 @@ COSTS["gl"] = [0.24, 0.65, 3.2]
 SAME = "--learning-rate 1e-4 --update-epochs 5 --target-kl 0.05 --num-steps 50 --num-workers 0 "
 SAME += "--eval-every 5 "
 ITERATIONS = {1: 300, 2: 300, 3: 200, 4: 150, 5: 150}
-# All runs of a simulation of controlgym are as long, in finest steps, and have these options.
-LENGTHS = {"ks": 40_000, "gl": 100_000}
+# How long a run is, in steps of the finest level. It is the rule's length and that of all that it
+# is compared with at equal time.
+LENGTHS = {"v1": 32_000, "v2": 50_000, "v3": 200_000, "v4": 200_000, "rod": 333_000}
+LENGTHS |= {"ks": 40_000, "gl": 100_000}
 CONTROLGYM = "--num-envs 16 --norm-value --init-log-std -1.5 --gamma 0.95 --learning-rate 1e-3 "
 CONTROLGYM += "--update-epochs 10 --target-kl 0.05 --num-steps 50 --num-workers 0 "
 CONTROLGYM += "--eval-episodes 8 --check-episodes 8 "
@@ -110,6 +112,14 @@ def controlgym(case):
     return runs
 
 
+def single_length(case, level):
+    """Return the length of a run on one level: that of the rule's run, or longer."""
+    iteration = 2500 * COSTS[case][level - 1] + 100  # milliseconds
+    if ITERATIONS[level] * iteration > LENGTHS[case] * COSTS[case][-1]:
+        return f"--num-iterations {ITERATIONS[level]}"
+    return f"--finest-steps {LENGTHS[case]}"
+
+
 def comparison(case):
     """Return the runs that are compared on a case: {name: options}."""
     if case in CLASSES:
@@ -117,13 +127,12 @@ def comparison(case):
     last, options = len(COSTS[case]), functools.partial(simulation, case)
     every = options(range(1, last + 1)) + SAME
     every += "--levels 1 2 3 4 " if case == "rod" else ""
-    runs = {f"{case}-adaptive": every}
-    length = {"v1": 50_000, "v2": 100_000}.get(case, 200_000)
-    runs[f"{case}-multigrid"] = f"multigrid {every}--finest-steps {length}"
+    every += f"--finest-steps {LENGTHS[case]}"
+    runs = {f"{case}-adaptive": every, f"{case}-multigrid": f"multigrid {every}"}
     for level in range(1, last + 1):
         levels = sorted({level, last})
         words = " ".join(map(str, levels))
-        length = f"--levels {words} --num-iterations {ITERATIONS[level]}"
+        length = f"--levels {words} {single_length(case, level)}"
         runs[f"{case}-only-{level}"] = "single " + options(levels) + SAME + length
     # The script itself has no checks on a single level.
     finest = options([last]) + SAME + f"--levels {last} --num-iterations 100"
@@ -153,9 +162,10 @@ for name in ("v2-only-4", "v4-only-4"):  # still rising after 150
     RUNS[name] = RUNS[name].replace("iterations 150", "iterations 300")
 # What the rule left open was chosen on seeds 1 and 2 of v1, v3, v4 and the rod.
 SEEDS = {f"{case}-adaptive": [1, 2, 3, 4, 5, 6] for case in COSTS}
-SEEDS |= {name: [1, 2, 3] for case in CLASSES for name in controlgym(case)}
+SEEDS |= {f"{case}-adaptive": [1, 2, 3] for case in CLASSES}
+SEEDS |= {name: [1, 2, 3] for name in RUNS if "-only-" in name or "-multigrid" in name}
 SEEDS["v1-bounded"] = [1, 2, 3, 4]
-SEEDS |= dict.fromkeys(("v1-only-5", "v3-only-4", "v4-only-4", "rod-only-4"), [1, 2, 3])
+SEEDS["v2-only-4"] = [1, 2]  # two hours each
 SEEDS |= {f"{case}-rate-{name}": [1] for case in ("v3", "v4") for name in "ab"}
 SEEDS |= {"v1-rate-a": [1], "v4-finest-fit": [2]}
 SEEDS |= dict.fromkeys((f"{case}-finest-fit" for case in ("v1", "v2", "rod")), [])  # not recorded
