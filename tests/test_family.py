@@ -19,6 +19,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["ppo", "ppo_atari", "ppo_multilevel"]
+PAGES = [str(page.relative_to(ROOT)) for page in sorted((ROOT / "tests").rglob("*.md"))]
+PAGES.append("README.md")
 SECTIONS = (
     "options, train, rollout, GAE, losses, update, levels, model, heads and normalisers, speed, "
     "games, worker pool, ranks, run folder, evaluation, analysis, reservoirs, command line"
@@ -332,13 +334,14 @@ def readme_commands():
     )
 
 
-@pytest.mark.parametrize("page", ["README.md", "tests/benchmarks/README.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_tables_are_the_records(page, monkeypatch):
     """Every number of a table of results is that of the recorded runs."""
     monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
     tables = importlib.import_module("tables")
     text = (ROOT / page).read_text()
-    assert text.count("<!-- table") == text.count("<!-- end -->") > 2
+    assert text.count("<!-- table") == text.count("<!-- end -->")
+    assert ROOT / page in tables.PAGES or "<!-- table" not in text
     assert tables.filled(text) == text, "python tests/benchmarks/tables.py"
 
 
@@ -359,6 +362,26 @@ def test_comparison_with_the_best_single_level(monkeypatch):
     assert factors[late] == pytest.approx(2, rel=0.01)
     assert (shortfalls == ((budgets >= 10.1) & (budgets < 20))).all()
     assert np.isinf(tables.comparison("rod", curves, "rod-multigrid")[1][late]).all()
+
+
+def test_returns_at_equal_time(monkeypatch):
+    """By hand: after 50 s, the time of the rule, the finest level has a fifth of its gain."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
+    tables = importlib.import_module("tables")
+
+    def seeds(*returns, every):
+        return {"1": (np.arange(len(returns)) * float(every), None, np.array(returns))}
+
+    curves = {"rod-only-1": seeds(-100, -90, -80, every=20)}
+    curves |= {"rod-only-2": seeds(-100, -100, -60, every=25)}
+    curves |= {"rod-only-3": seeds(-100, -70, every=60)}
+    curves |= {"rod-only-4": seeds(-100, -90, -80, -70, -50, every=50)}
+    curves |= {"rod-adaptive": seeds(-100, -45, every=50)}
+    found = {"finest": 0.2, "coarsest": 0.4, "best coarse": 0.8, "adaptive": 1.1}
+    assert tables.shares("rod", curves) == pytest.approx(found)
+    assert tables.at_equal_time("rod", curves)["best coarse"] == ("rod-only-2", -60)
+    short = [run for run in curves if tables.is_short("rod", curves, run)]
+    assert short == ["rod-only-1"]  # ended after 40 s
 
 
 def test_budgets_without_a_gain_do_not_count(monkeypatch):
@@ -396,13 +419,27 @@ def test_origin_of_results():
         assert datetime.date.fromisoformat(row["date"]), row
 
 
-def test_readme_is_a_page():
-    """It links to files that exist; its prose has no ±, no thousandths, no durations."""
-    text = (ROOT / "README.md").read_text()
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
-    assert links and all((ROOT / link).exists() for link in links)
-    prose = re.sub(r"```.*?```|^\|.*?$|`[^`]*`", "", text, flags=re.DOTALL | re.MULTILINE)
-    assert not re.search(r"±\s*\d|\b0\.\d{3}|\d (times|seconds|minutes|s) ", prose)
+def anchors(page):
+    """Return the names that GitHub gives the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    names = []
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        heading = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)  # the text of a link
+        name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        count = names.count(name)
+        names.append(f"{name}-{count}" if count else name)
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_exist(page):
+    """The files and the headings that a page links to exist."""
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
 
 
 def torchrun_commands():

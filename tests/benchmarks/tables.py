@@ -1,4 +1,4 @@
-"""Tables of the recorded results, written into README.md and tests/benchmarks/README.md.
+"""Tables of the recorded results, written into README.md and the pages of tests.
 
     python tests/benchmarks/tables.py
 
@@ -18,14 +18,15 @@ import learn_ressim
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ROOT / "README.md", ROOT / "tests" / "benchmarks" / "README.md"
+PAGES = [ROOT / "README.md", ROOT / "tests" / "examples" / "README.md"]
+PAGES += sorted((ROOT / "tests" / "benchmarks").glob("*.md"))
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
 ROWS = 2500  # of an iteration, in all runs on reservoirs and the rod that play one level at a time
 GRIDS = {"v2": ("27×9", "57×19", "111×37", "219×73"), "rod": ("16", "32", "64", "128")}
 GRIDS |= {"ks": ("64", "128", "256"), "gl": ("16", "64", "256")}
 TITLES = {case: f"ResSim-{case}" for case in ("v1", "v2", "v3", "v4")}
 TITLES |= {"rod": "heat in a rod, 100 steps"}
-TITLES |= {"ks": "Kuramoto–Sivashinsky", "gl": "Ginzburg–Landau"}
+TITLES |= {"ks": "Kuramoto–Sivashinsky", "gl": "Ginzburg–Landau", "water": "water network"}
 
 
 def read(name):
@@ -79,6 +80,12 @@ def grid(case, level):
     return names[level - 1]
 
 
+def cases():
+    """Return {case: title} of the cases that have records."""
+    recorded = {path.name.partition("-")[0] for path in (RESULTS / "ressim").glob("*-adaptive__*")}
+    return {case: title for case, title in TITLES.items() if case in recorded}
+
+
 def digits(case):
     """Return how the returns of a case are written."""
     return ".4f" if case[0] == "v" else ".2f"
@@ -103,18 +110,20 @@ def methods(case):
     return labels
 
 
-def epochs(run):
-    """Return how many epochs an update of a run has."""
+def arguments(run):
+    """Return the options of a run, with the script's defaults."""
+    parser = learn_ressim.ml.make_parser()
     words = learn_ressim.RUNS[run].split()
-    if "--update-epochs" not in words:
-        return 10  # the default of --schedule together
-    last = len(words) - 1 - words[::-1].index("--update-epochs")
-    return int(words[last + 1])
+    if not words[0].startswith("-"):
+        words = words[1:]  # the name of a rule
+    given = parser.parse_args(words)
+    parser.set_defaults(**learn_ressim.ml.defaults_of(given))
+    return parser.parse_args(words)
 
 
 def update_seconds(run):
     """Return what a row costs in an update of a run, in nominal seconds."""
-    return UPDATE_SECONDS / ROWS * epochs(run) / EPOCHS
+    return UPDATE_SECONDS / ROWS * arguments(run).update_epochs / EPOCHS
 
 
 def load(case, run):
@@ -160,13 +169,7 @@ def simulation_seconds(case, run, rows):
 
 def charged(run):
     """Return the seconds of a row of an update on a run's own clock, by its --level-costs."""
-    parser = learn_ressim.ml.make_parser()
-    words = learn_ressim.RUNS[run].split()
-    if not words[0].startswith("-"):
-        words = words[1:]  # the name of a rule
-    given = parser.parse_args(words)
-    parser.set_defaults(**learn_ressim.ml.defaults_of(given))
-    return learn_ressim.ml.Costs(parser.parse_args(words)).given[-1]
+    return learn_ressim.ml.Costs(arguments(run)).given[-1]
 
 
 def recorded(case):
@@ -207,6 +210,11 @@ def seconds_to(case, curves, run, share, clock=0):
     return [first(seed[clock], seed[2], target) for seed in curves[run].values()]
 
 
+def rule_seconds(case, curves):
+    """Return how long the runs of the adaptive rule are on average."""
+    return np.mean([seconds[-1] for seconds, *_ in curves[f"{case}-adaptive"].values()])
+
+
 def mean_curve(seeds, times):
     """Return the mean over seeds of what is reached at some times."""
     reached = []
@@ -226,8 +234,9 @@ def comparison(case, curves, run, singles=None):
     best result is not yet 5 % of what single levels gain by the end; and the shortfalls (20,): how
     far it is below the best result at the budget.
     """
-    end = np.mean([seconds[-1] for seconds, *_ in curves[f"{case}-adaptive"].values()])
-    rows = 800 if case in learn_ressim.CLASSES else ROWS
+    end = rule_seconds(case, curves)
+    args = arguments(reference(case))
+    rows = args.num_envs * args.num_steps[-1]
     step_seconds = learn_ressim.COSTS[case][-1] / 1e3
     iteration = rows * (step_seconds + update_seconds(reference(case)))
     budgets = np.geomspace(iteration, end, 20)
@@ -258,12 +267,105 @@ def factor(value):
     return f"{value:.2f}" if np.isfinite(value) else "not reached"
 
 
+# ------------------------------------------------------------------------------------ equal time
+WAYS = {  # of training
+    "finest": "finest level alone",
+    "coarsest": "coarsest level alone",
+    "best coarse": "best coarse level alone, known only afterwards",
+    "multigrid": "Dixit & ElSheikh's rule",
+    "adaptive": "adaptive rule",
+}
+
+
+def at_equal_time(case, curves):
+    """Return {way of training: (run, return)} of a case after the seconds of the rule's run.
+
+    A return is the mean over seeds of the best parameters by then.
+    """
+    budget = rule_seconds(case, curves)
+    reached = {run: mean_curve(seeds, [budget * (1 + 1e-9)])[0] for run, seeds in curves.items()}
+    coarse = [run for run in curves if "-only-" in run and run != reference(case)]
+    runs = {"finest": reference(case), "coarsest": f"{case}-only-1"}
+    runs["best coarse"] = max(coarse, key=reached.get)
+    runs |= {name: f"{case}-{name}" for name in ("multigrid", "adaptive")}
+    return {way: (run, reached[run]) for way, run in runs.items() if run in reached}
+
+
+def is_short(case, curves, run):
+    """Return whether a seed of a run ended before the rule's runs did."""
+    # Runs are whole iterations, so their ends differ a little.
+    end = min(seconds[-1] for seconds, *_ in curves[run].values())
+    return end < 0.97 * rule_seconds(case, curves)
+
+
+def finest_gain(case, curves):
+    """Return the finest level's first and last return, and whether it took longer than the rule."""
+    finest = curves[reference(case)]
+    start = np.mean([returns[0] for *_, returns in finest.values()])
+    took_longer = last_second(finest) > 1.2 * rule_seconds(case, curves)
+    return start, np.mean(final(finest)), took_longer
+
+
+def shares(case, curves):
+    """Return {way: share of the finest level's whole gain at equal time}."""
+    start, end, _ = finest_gain(case, curves)
+    reached = at_equal_time(case, curves)
+    return {way: (value - start) / (end - start) for way, (_, value) in reached.items()}
+
+
+def percent(share):
+    """Return a share as text."""
+    return f"{100 * share:.0f} %"
+
+
+def gained():
+    """What each way of training has gained in the time of the rule's run.
+
+    It is a share of what the finest level alone gains in its whole run. Where that run is as long
+    as the rule's, shares would say little, and returns stand in their place.
+    """
+    header = ["simulation", "seconds (finest level's whole run)", *WAYS.values()]
+    rows = []
+    worst = {}
+    for case, title in cases().items():
+        curves = recorded(case)
+        start, _, took_longer = finest_gain(case, curves)
+        whole = last_second(curves[reference(case)])
+        cells = [title, f"{rule_seconds(case, curves):,.0f} ({whole:,.0f})"]
+        if not took_longer:
+            cells[0] += f": return, at first {start:{digits(case)}}"
+
+        reached = at_equal_time(case, curves)
+        for way in WAYS:
+            if way not in reached:
+                cells.append("—")
+                continue
+            run, value = reached[way]
+            text = f"{value:{digits(case)}}"
+            if took_longer:
+                share = shares(case, curves)[way]
+                worst[way] = min(share, worst.get(way, share))
+                text = percent(share)
+            if way == "best coarse":
+                text = f"{grid(case, int(run[-1]))}: {text}"
+            if is_short(case, curves, run):
+                text += " †"
+            cells.append(text)
+        rows.append(cells)
+
+    worst.pop("best coarse")  # nobody can choose it
+    lowest = [percent(worst[way]) if way in worst else "—" for way in WAYS]
+    rows.append(["**lowest share**", "", *(f"**{text}**" for text in lowest)])
+    return markdown(header, rows)
+
+
+# ------------------------------------------------------------------------------------ each budget
 def adaptive():
     """The rule beside the best single level of each budget, a line for each simulation."""
     header = ["simulation", "median factor in time", "worst factor", "at s", "behind at most"]
     header += ["at s", "ahead or level", "end: adaptive", "best coarse level", "finest level"]
     rows = []
-    for case, title in TITLES.items():
+    for case, title in cases().items():
         curves = recorded(case)
         budgets, factors, shortfalls = comparison(case, curves, f"{case}-adaptive")
         late = budgets >= budgets[-1] / 10
@@ -290,7 +392,7 @@ def verdict():
     header = ["simulation", "beside the finest level", "beside the best single level"]
     header += ["adaptive rule: return (length)", "best coarse level alone", "finest level alone"]
     rows = []
-    for case, title in TITLES.items():
+    for case, title in cases().items():
         curves = recorded(case)
         cells = [title]
         for singles in ([reference(case)], None):
@@ -316,7 +418,7 @@ def behind():
     """The same comparison for the other ways of choosing levels."""
     header = ["simulation", "rule", "median factor in time", "worst factor", "behind at most"]
     rows = []
-    for case, title in TITLES.items():
+    for case, title in cases().items():
         curves = recorded(case)
         for name in ("adaptive", "multigrid", "together", reference(case)):
             run = name if name in curves else f"{case}-{name}"
@@ -337,7 +439,7 @@ def unseen():
     for seeds in ("1 and 2", "3 to 6"):
         header += [f"seeds {seeds}", "s to 99 %"]
     rows = []
-    for case, title in TITLES.items():
+    for case, title in cases().items():
         if case in learn_ressim.CLASSES:  # nothing was chosen on them
             continue
         curves = recorded(case)
