@@ -4,10 +4,10 @@
     python tests/benchmarks/learn_ppo.py --runs LunarLander   # one of them
     python tests/benchmarks/learn_ppo.py --collect            # only summarise finished runs
 
-Seed 1 was for trials. Every run has one core. results/ppo.csv gets a row per run: the command, the
-mean return of the last 100 training episodes, mean and deviation of 50 evaluation episodes (the
-policy's mode), seconds, versions; results/ppo/<run>__<seed>.csv its curve. Rows of runs that are
-not in RUNS_DIR stay.
+Every run has one core. results/ppo.csv gets a row per run: the command, the mean return of the last
+100 training episodes, mean and deviation of 50 evaluation episodes (the policy's mode), seconds,
+versions; results/ppo/<run>__<seed>.csv its curve. Rows of runs that are not in RUNS_DIR stay. Seed
+1 was for trials. It is recorded only where learn_cleanrl.py has runs, which have seeds 1 to 5.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import learn_cleanrl
 import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +84,7 @@ RUNS = {
     "ladder-5-gae": f"{ONE_STEP} {MANY} --gae-lambda 0.98",
     "ladder-6-ppo": f"{LANDER} {MANY} --gae-lambda 0.98 --learning-rate 5e-4",
 }
+SEEDS = dict.fromkeys(learn_cleanrl.RUNS, [1, 2, 3, 4, 5])  # of all others 2, 3, 4
 COLUMNS = (
     "run seed steps episodic_return eval_return eval_sd wall_seconds command versions "
     "processor date"
@@ -149,13 +151,17 @@ def main():
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: those of the record")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--collect", action="store_true", help="only summarise finished runs")
     args = parser.parse_args()
     if not args.collect:
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as executor:
-            runs = [executor.submit(run, name, s) for name in args.runs for s in args.seeds]
+            runs = [
+                executor.submit(run, name, seed)
+                for name in args.runs
+                for seed in args.seeds or SEEDS.get(name, [2, 3, 4])
+            ]
         for finished in runs:
             finished.result()
     collect()

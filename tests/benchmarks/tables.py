@@ -565,6 +565,24 @@ LADDER = {
 }
 
 
+def peer(name):
+    """Return what CleanRL's script has in an environment, or else what is known of it.
+
+    Returns are the means of the last 100 training episodes, as those of ppo.py.
+    """
+    path = RESULTS / "cleanrl.csv"
+    runs = grouped(read(path), "run") if path.exists() else {}
+    if name not in runs:
+        return REFERENCES.get(name, "")
+    values = [row["episodic_return"] for row in runs[name]]
+    return f"{spread(values, ',.1f')}, {len(values)} seeds"
+
+
+def peer_header():
+    """Return the header of a column of `peer`."""
+    return "CleanRL, run here" if (RESULTS / "cleanrl.csv").exists() else "reference"
+
+
 def returns(names, header, last=lambda name: []):
     """Return a table of runs of ppo.py; {run: label}, and cells that are added to a line."""
     runs, rows = grouped(read("ppo.csv"), "run"), []
@@ -581,7 +599,7 @@ def ppo():
     """Most envs of `ppo_commands`, and the games of ppo_atari.py."""
     names = [name for name in REFERENCES if name not in ("Acrobot", "Taxi")]
     names = {name: learn_ppo.RUNS[name].split()[1] for name in names}
-    table = returns(names, "env", lambda name: [REFERENCES[name] if name else "reference"])
+    table = returns(names, "env", lambda name: [peer(name) if name else peer_header()])
     return "\n".join([table, *atari()])
 
 
@@ -591,6 +609,23 @@ def ppo_commands():
     names = {name: f"`{learn_ppo.RUNS[name]}`" for name in runs}
     last = {None: "reference"} | REFERENCES
     return returns(names, "python ppo.py", lambda name: [last.get(name, "")])
+
+
+def cleanrl():
+    """CleanRL's scripts and ppo.py, each with what its own runs have: returns and speed."""
+    header = ["env", "ppo.py: training", "CleanRL: training", "ppo.py: steps/s"]
+    header += ["CleanRL: steps/s", "seeds"]
+    ours, theirs = grouped(read("ppo.csv"), "run"), grouped(read("cleanrl.csv"), "run")
+    rows = []
+    for name, seeds in theirs.items():
+        cells = [learn_ppo.RUNS[name].split()[1]]
+        for runs in (ours[name], seeds):
+            cells.append(spread([row["episodic_return"] for row in runs], ",.1f"))
+        speeds = [float(row["steps"]) / float(row["wall_seconds"]) for row in ours[name]]
+        cells.append(middle(speeds, ",.0f"))
+        cells.append(middle(np.array([row["steps_per_second"] for row in seeds], float), ",.0f"))
+        rows.append([*cells, f"{len(ours[name])}, {len(seeds)}"])
+    return markdown(header, rows)
 
 
 def recurrent():
