@@ -34,7 +34,7 @@ ATARI = {  # title: {run: its label}
 def adaptive():
     """The rule and the single levels, a panel per case: returns against seconds."""
     figure, axes = plt.subplots(2, 4, figsize=(16, 8))
-    for case, ax in zip(TITLES, axes.flat):
+    for case, ax in zip(tables.cases(), axes.flat):
         curves = tables.recorded(case)
         last = len(learn_ressim.COSTS[case])
         for below in reversed(range(last)):
@@ -54,7 +54,8 @@ def adaptive():
         ax.grid(alpha=0.3)
     for ax in axes[:, 0]:
         ax.set_ylabel("return on the finest grid")
-    axes.flat[-1].axis("off")
+    for ax in axes.flat[len(tables.cases()) :]:
+        ax.axis("off")
     return figure
 
 

@@ -4,7 +4,8 @@
     python tests/benchmarks/learn_ressim.py --runs v1-3level    # one of them
     python tests/benchmarks/learn_ressim.py --collect           # copy finished runs to results/
 
-Runs of ks and gl need the package controlgym, see tests/examples/controlgym_pde.py.
+Runs of ks and gl need the package controlgym, see tests/examples/controlgym_pde.py. Those of water
+need wntr, see tests/examples/water_network.py.
 
 Every run has one core (--num-workers 0). `--collect` writes results/ressim/<run>__<seed>.csv, the
 rows with an evaluation, and results/ressim/runs.json, where they come from. What is there of runs
@@ -72,13 +73,15 @@ COSTS["rod"] = [0.005, 0.008, 0.026, 0.13]
 # Two simulations of controlgym, in tests/examples: milliseconds on one core, one actor at a time.
 COSTS["ks"] = [0.65, 2.35, 9.6]
 COSTS["gl"] = [0.24, 0.65, 3.2]
+# The water network of tests/examples, likewise.
+COSTS["water"] = [0.0466, 0.117, 0.153, 6.9]
 SAME = "--learning-rate 1e-4 --update-epochs 5 --target-kl 0.05 --num-steps 50 --num-workers 0 "
 SAME += "--eval-every 5 "
 ITERATIONS = {1: 300, 2: 300, 3: 200, 4: 150, 5: 150}
 # How long a run is, in steps of the finest level. It is the rule's length and that of all that it
 # is compared with at equal time.
 LENGTHS = {"v1": 32_000, "v2": 50_000, "v3": 200_000, "v4": 200_000, "rod": 333_000}
-LENGTHS |= {"ks": 40_000, "gl": 100_000}
+LENGTHS |= {"ks": 40_000, "gl": 100_000, "water": 30_000}
 CONTROLGYM = "--num-envs 16 --norm-value --init-log-std -1.5 --gamma 0.95 --learning-rate 1e-3 "
 CONTROLGYM += "--update-epochs 10 --target-kl 0.05 --num-steps 50 --num-workers 0 "
 CONTROLGYM += "--eval-episodes 8 --check-episodes 8 "
@@ -94,6 +97,9 @@ def simulation(case, levels):
     if case in CLASSES:  # 800 rows and 10 epochs
         env = f"--env tests/examples/controlgym_pde.py:{CLASSES[case]} "
         update = 0.064
+    if case == "water":
+        env = "--env tests/examples/water_network.py:make "
+        update = 0.101
     words = " ".join(f"{COSTS[case][level - 1] / 1e3:g}" for level in levels)
     return f"{env}--level-costs {words} {update:g} "
 
@@ -112,6 +118,21 @@ def controlgym(case):
     return runs
 
 
+def water():
+    """Return the runs that are compared on the water network: {name: options}."""
+    options = f"--norm-obs --norm-value --num-workers 0 --finest-steps {LENGTHS['water']}"
+    every = f"{simulation('water', [1, 2, 3, 4])}{options} --levels 1 2 3 4"
+    runs = {"water-adaptive": every, "water-multigrid": f"multigrid {every} --eval-every 20"}
+    for level, eval_every in {1: 40, 2: 20, 3: 16, 4: 1}.items():
+        levels = sorted({level, 4})
+        words = " ".join(map(str, levels))
+        runs[f"water-only-{level}"] = (
+            f"single {simulation('water', levels)}{options} --levels {words} "
+            f"--eval-every {eval_every}"
+        )
+    return runs
+
+
 def single_length(case, level):
     """Return the length of a run on one level: that of the rule's run, or longer."""
     iteration = 2500 * COSTS[case][level - 1] + 100  # milliseconds
@@ -124,6 +145,8 @@ def comparison(case):
     """Return the runs that are compared on a case: {name: options}."""
     if case in CLASSES:
         return controlgym(case)
+    if case == "water":
+        return water()
     last, options = len(COSTS[case]), functools.partial(simulation, case)
     every = options(range(1, last + 1)) + SAME
     every += "--levels 1 2 3 4 " if case == "rod" else ""
@@ -163,6 +186,7 @@ for name in ("v2-only-4", "v4-only-4"):  # still rising after 150
 # What the rule left open was chosen on seeds 1 and 2 of v1, v3, v4 and the rod.
 SEEDS = {f"{case}-adaptive": [1, 2, 3, 4, 5, 6] for case in COSTS}
 SEEDS |= {f"{case}-adaptive": [1, 2, 3] for case in CLASSES}
+SEEDS["water-adaptive"] = [1, 2, 3, 4, 5]
 SEEDS |= {name: [1, 2, 3] for name in RUNS if "-only-" in name or "-multigrid" in name}
 SEEDS["v1-bounded"] = [1, 2, 3, 4]
 SEEDS["v2-only-4"] = [1, 2]  # two hours each
@@ -188,7 +212,8 @@ def run(name, seed):
         call += ["--log-dir", str(RUNS_DIR), "--run-name", run_dir.name]
     call = [sys.executable, "-W", "ignore", *call, "--quiet"]
     subprocess.run(call, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
-    (run_dir / "versions.json").write_text(pairs.origin()["versions"])
+    packages = ["wntr"] if name.startswith("water") else []
+    (run_dir / "versions.json").write_text(pairs.origin(*packages)["versions"])
 
 
 def has_ended(options, row):
