@@ -1,10 +1,11 @@
 """Figures of the recorded results: python tests/benchmarks/figures.py [NAME ...]
 
-`reservoir` trains a policy first, in runs/reservoir, seed 1; the others need the results only, and
-are made if no name is given.
+`reservoir` trains a policy first, in runs/reservoir, seed 1, and records what `lead` shows of it.
+`opm` needs a run, too. The others need the results only, and are made if no name is given.
 """
 
 import argparse
+import json
 import sys
 from contextlib import closing
 
@@ -14,10 +15,20 @@ matplotlib.use("Agg")
 import learn_ressim  # noqa: E402
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
+import pairs  # noqa: E402
 import tables  # noqa: E402
+from matplotlib.ticker import PercentFormatter  # noqa: E402
 from tables import RESULTS, ROOT, TITLES, read  # noqa: E402
 
 sys.path.insert(0, str(ROOT))
+# A page shows a figure at 846 pixels, which is 100 to the inch here; files have twice as many.
+WIDTH = 8.46
+DPI = 200
+plt.rcParams |= {"font.size": 8, "axes.titlesize": 9, "legend.fontsize": 7, "axes.linewidth": 0.6}
+PLAIN = "{x:,.0f}"  # numbers of an axis; exponents would be too small to read
+# Colours that colour-blind people can tell apart (Okabe & Ito).
+BLUE, ORANGE, GREEN, RED, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
+GREY = "#8A8A8A"
 # Breakout, lowest and highest of three PPO runs after millions of steps (baselines-results, figure)
 PUBLISHED = {1: (15, 25), 2: (30, 48), 10: (245, 310)}
 ATARI = {  # title: {run: its label}
@@ -29,33 +40,197 @@ ATARI = {  # title: {run: its label}
     "Breakout": {"Breakout": "defaults", "Breakout-64-games": "64 games, on a GPU"},
     "Pong, by --precision": {"Pong": "bfloat16", "Pong-fp32": "float32"},
 }
+LEVELS = {  # name of a level: its colour
+    "finest level alone": BLUE,
+    "second finest": ORANGE,
+    "third finest": GREEN,
+    "fourth finest": RED,
+    "fifth finest": PURPLE,
+}
+MARKERS = {  # way of training: marker, colour, filled?
+    "finest": ("o", BLUE, True),
+    "coarsest": ("v", ORANGE, True),
+    "best coarse": ("D", GREY, False),
+    "multigrid": ("s", RED, True),
+    "adaptive": ("*", "k", True),
+}
 
 
+# ------------------------------------------------------------------------------------ lead
+SHOWN = [1, 3, 5]  # levels
+
+
+def lead():
+    """One reservoir on three levels, and how soon each level alone and the rule learn."""
+    figure = plt.figure(figsize=(WIDTH, 2.75))
+    sides = {"left": 0.008, "right": 0.985, "top": 0.885, "bottom": 0.155}
+    left, right = figure.add_gridspec(1, 2, width_ratios=[1.32, 1], wspace=0.16, **sides)
+    draw_levels([figure.add_subplot(part) for part in left.subgridspec(1, 3, wspace=0.05)])
+    draw_race(figure.add_subplot(right))
+    middle = left.get_position(figure).intervalx.mean()
+    title = "one oil field under one learned control, on three of five levels"
+    figure.text(middle, 0.915, title, ha="center", fontsize=9)
+    caption = "water (blue) has driven so much of the oil (brown) to the wells on the right"
+    figure.text(middle, 0.1, caption, ha="center")
+    return figure
+
+
+def draw_levels(axes):
+    """Draw the oil that a learned control leaves on three levels."""
+    data = np.load(RESULTS / "reservoir.npz")
+    costs = learn_ressim.COSTS["v1"]
+    for ax, level in zip(axes, SHOWN, strict=True):
+        water = data[f"water_{level}"][..., None].astype(float)
+        # Oil is brown, water blue.
+        ax.imshow((1 - water) * [0.33, 0.2, 0.12] + water * [0.2, 0.5, 0.86])
+        ax.set(xticks=[], yticks=[])
+        cells = f"{len(water)} × {len(water)} cells"
+        ax.set_title(f"{cells}\na step costs {costs[level - 1] / costs[0]:.0f}", fontsize=8)
+        ax.set_xlabel(f"{100 * data[f'return_{level}']:.1f} % of the oil")
+
+
+def draw_race(ax):
+    """Draw returns on ResSim-v1 against time: medians, and the range of all seeds."""
+    curves = tables.recorded("v1")
+    times = np.geomspace(0.6, tables.last_second(curves["v1-only-5"]), 4000)
+    styles = {f"v1-only-{level}": {"color": GREY, "lw": 1.1} for level in (1, 2, 3, 4)}
+    styles |= {"v1-only-5": {"color": BLUE, "lw": 1.8}, "v1-adaptive": {"color": "k", "lw": 2}}
+    for run, style in styles.items():
+        seeds = curves[run].values()
+        returns = np.array([np.interp(times, seconds, found) for seconds, _, found in seeds])
+        shown = times >= max(seconds[1] for seconds, *_ in seeds)
+        shown &= times <= min(seconds[-1] for seconds, *_ in seeds)
+        x, y = times[shown], returns[:, shown]
+        ax.plot(x, np.median(y, axis=0), **style)
+        ax.fill_between(x, y.min(axis=0), y.max(axis=0), color=style["color"], alpha=0.13, lw=0)
+        if style["color"] == GREY:
+            # Left of the line's first point, or below it where other lines pass.
+            place = {"xytext": (-2, 0), "ha": "right", "va": "center"}
+            if x[0] > 2:
+                place = {"xytext": (0, -4), "ha": "left", "va": "top"}
+            place |= {"textcoords": "offset points", "color": "#6A6A6A", "fontsize": 7.5}
+            ax.annotate(tables.grid("v1", int(run[-1])), (x[0], np.median(y[:, 0])), **place)
+
+    # When the finest level alone has its whole gain, and when the rule has as much.
+    whole = np.median(tables.final(curves["v1-only-5"]))
+    late, early = (first_at(curves[run], whole) for run in ("v1-only-5", "v1-adaptive"))
+    top = 0.684
+    ax.annotate("", (early, top), (late, top), arrowprops={"arrowstyle": "->", "lw": 1.2})
+    text = f"the finest level's result\n{late / early:.0f} times sooner"
+    ax.text(np.sqrt(early * late), top + 0.003, text, ha="center", linespacing=1.15)
+    ax.vlines([early, late], whole, top, color="k", lw=0.7, ls=":")
+
+    ax.text(5.5, 0.667, "adaptive levels", ha="right", weight="bold")
+    ax.text(1700, 0.598, "finest level\nalone", ha="right", color=BLUE, weight="bold")
+    ax.text(14, 0.5745, "coarser levels alone", ha="center", color="#6A6A6A")
+    ax.set(xscale="log", xlim=(0.33, 2000), ylim=(0.563, 0.702))
+    ax.xaxis.set_major_formatter(PLAIN)
+    ax.set(xlabel="seconds of simulation and learning")
+    ax.set_title("oil produced on the finest level")
+    ax.set_yticks([0.58, 0.6, 0.62, 0.64, 0.66, 0.68])
+    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def first_at(seeds, target):
+    """Return when the median over seeds is first at a return."""
+    times = np.geomspace(0.6, tables.last_second(seeds), 10_000)
+    reached = [tables.mean_curve({"": seed}, times) for seed in seeds.values()]
+    return tables.first(times, np.median(reached, axis=0), target)
+
+
+# ------------------------------------------------------------------------------------ gained
+def gained():
+    """What each way of training has gained at equal time, a row for each simulation.
+
+    Simulations where the finest level alone is as fast as the rule are in the table only. It has
+    hardly learned there, so that shares of its gain would be divided by almost nothing.
+    """
+    rows = {}
+    for case, title in tables.cases().items():
+        curves = tables.recorded(case)
+        if tables.finest_gain(case, curves)[2]:
+            rows[title] = tables.shares(case, curves)
+    ways = [way for way in tables.WAYS if way != "best coarse"]
+    lowest = {way: min(row[way] for row in rows.values() if way in row) for way in ways}
+
+    figure, ax = plt.subplots(figsize=(WIDTH, 0.46 * len(rows) + 1.85))
+    for i, shares in enumerate(rows.values()):
+        if i % 2 == 0:
+            ax.axhspan(i - 0.5, i + 0.5, color="k", alpha=0.04, lw=0)
+        # Markers of a row stand a little below each other, so that none hides another.
+        for lane, way in enumerate(way for way in MARKERS if way in shares):
+            draw_share(ax, way, shares[way], i + 0.17 * (lane - (len(shares) - 1) / 2))
+
+    bottom = len(rows) + 0.2  # the middle of a last, higher row
+    ax.axhspan(bottom - 0.7, bottom + 0.7, color="k", alpha=0.1, lw=0)
+    for lane, way in enumerate(lowest):
+        y = bottom + 0.28 * (lane - (len(lowest) - 1) / 2)
+        draw_share(ax, way, lowest[way], y)
+        where = {"xytext": (8, -0.5), "textcoords": "offset points", "va": "center"}
+        ax.annotate(tables.percent(lowest[way]), (100 * lowest[way], y), **where)
+
+    ax.axvline(100, color="k", lw=0.8, ls="--", zorder=0)
+    ax.set_yticks([*range(len(rows)), bottom], [*rows, "lowest of all"])
+    ax.get_yticklabels()[-1].set_weight("bold")
+    ax.tick_params(axis="y", length=0)
+    ax.set(xlim=(0, 115), ylim=(bottom + 0.7, -0.5))
+    ax.xaxis.set_major_formatter(PercentFormatter(100, decimals=0, symbol=" %"))
+    ax.set_xlabel("share of what the finest level alone gains in its whole run, at equal time")
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    names = {text.get_label(): text for text in ax.lines}
+    shown = [label for label in tables.WAYS.values() if label in names]
+    figure.legend([names[label] for label in shown], shown, loc="upper center", ncols=3, fontsize=8)
+    figure.tight_layout(rect=(0, 0, 1, 0.9))
+    return figure
+
+
+def draw_share(ax, way, share, y):
+    """Draw the marker of a way of training."""
+    marker, color, filled = MARKERS[way]
+    ax.plot(
+        100 * share,
+        y,
+        marker,
+        color=color,
+        markerfacecolor=color if filled else "none",
+        markeredgewidth=0.5 if filled else 1.2,
+        markersize=9.5 if way == "adaptive" else 5.5,
+        label=tables.WAYS[way],
+    )
+
+
+# ------------------------------------------------------------------------------------ curves
 def adaptive():
     """The rule and the single levels, a panel per case: returns against seconds."""
-    figure, axes = plt.subplots(2, 4, figsize=(16, 8))
-    for case, ax in zip(tables.cases(), axes.flat):
+    cases = tables.cases()
+    rows = len(cases) // 3 + 1  # with a place for the legend
+    figure, axes = plt.subplots(rows, 3, figsize=(WIDTH, 2.5 * rows))
+    for case, ax in zip(cases, axes.flat):
         curves = tables.recorded(case)
         last = len(learn_ressim.COSTS[case])
-        for below in reversed(range(last)):
-            style = {"color": f"C{below}", "lw": 1.2, "ls": "-" if below else "--"}
-            name = f"{tables.grid(case, last - below)} alone"
-            draw_seeds(ax, curves[f"{case}-only-{last - below}"], name, style)
-        style = {"color": "k", "lw": 2, "zorder": 9}
-        draw_seeds(ax, curves[f"{case}-adaptive"], "adaptive rule", style)
+        for (name, color), level in zip(LEVELS.items(), range(last, 0, -1)):
+            style = {"color": color, "lw": 1, "ls": "--" if level == last else "-"}
+            draw_seeds(ax, curves[f"{case}-only-{level}"], name, style)
+        style = {"color": "k", "lw": 1.5, "zorder": 9}
+        draw_seeds(ax, curves[f"{case}-adaptive"], "adaptive levels", style)
 
-        ax.set(xscale="log")
-        ax.set_title(TITLES[case])
-        ax.set_xlabel("nominal seconds")
-        rises_late = case in ("v3", "v4", "ks", "gl")
-        ax.legend(fontsize=8, loc="upper left" if rises_late else "lower right")
+        span = f"{tables.grid(case, 1)} to {tables.grid(case, last)}"
+        ax.set(xscale="log", title=f"{cases[case]}\n{span}")
+        ax.xaxis.set_major_formatter(PLAIN)
         first = np.mean([returns[0] for *_, returns in curves[f"{case}-adaptive"].values()])
         ax.set_ylim(-20 if case == "rod" else first - 0.2 * abs(ax.get_ylim()[1] - first))
         ax.grid(alpha=0.3)
+
     for ax in axes[:, 0]:
-        ax.set_ylabel("return on the finest grid")
-    for ax in axes.flat[len(tables.cases()) :]:
+        ax.set_ylabel("return on the finest level")
+    for ax in axes.flat[len(cases) :]:
         ax.axis("off")
+    for ax in axes.flat[len(cases) - 3 : len(cases)]:
+        ax.set_xlabel("nominal seconds")
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    axes.flat[-1].legend(handles[::-1], labels[::-1], loc="center", fontsize=8)
+    figure.tight_layout()
     return figure
 
 
@@ -68,7 +243,7 @@ def draw_seeds(ax, seeds, label, style):
 
 def ressim():
     """The runs with the paper's numbers against their cost."""
-    figure, axes = plt.subplots(1, 2, figsize=(13, 5))
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.6))
     for ax, (case, runs) in zip(axes, tables.PAPER.items()):
         for i, (run, (name, *_)) in enumerate(runs.items()):
             for n, seed in enumerate(tables.load_paper(case, run)):
@@ -76,9 +251,11 @@ def ressim():
                 style = "-" if "+" in name else "--"
                 ax.plot(x, y, style, color=f"C{i}", lw=1.3, label=None if n else name)
         ax.set(xscale="log", xlabel="cost (finest-level steps)", title=TITLES[case])
+        ax.xaxis.set_major_formatter(PLAIN)
         ax.grid(alpha=0.3)
-        ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    axes[0].set_ylabel("return on the evaluation fields, finest grid")
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
+    axes[0].set_ylabel("return on the finest level")
+    figure.tight_layout()
     return figure
 
 
@@ -87,7 +264,7 @@ def ppo():
     names = {name: label for name, (label, _) in tables.LADDER.items()} | tables.RECURRENT
     groups = {"LunarLander-v3: the ladder": tables.LADDER}
     groups["CartPole-v1 without velocities"] = [*tables.RECURRENT][:3]
-    figure, axes = plt.subplots(1, 3, figsize=(16, 4.2))
+    figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 3.2))
     groups["MuJoCo"] = ["HalfCheetah", "Hopper", "Walker2d"]
     for ax, (title, runs) in zip(axes, groups.items()):
         for run in runs:
@@ -102,28 +279,31 @@ def ppo():
             (line,) = ax.plot(steps / 1e6, returns.mean(axis=0), label=label)
             span = returns.min(axis=0), returns.max(axis=0)
             ax.fill_between(steps / 1e6, *span, alpha=0.2, color=line.get_color())
-        ax.set(title=title, xlabel="steps [millions]", ylabel="return of the last 100 episodes")
+        ax.set(title=title, xlabel="steps [millions]")
         ax.grid(alpha=0.3)
-        ax.legend(fontsize=8, loc="lower right" if title == "LunarLander-v3: the ladder" else None)
-    axes[0].set_ylim(-600, 300)
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, ncols=2)
+    axes[0].set(ylim=(-600, 300), ylabel="return of the last 100 episodes")
+    figure.tight_layout()
     return figure
 
 
 def atari():
     """Curves of ppo_atari.py, a panel for each group of runs."""
-    figure, axes = plt.subplots(1, 3, figsize=(16, 4.2))
+    figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 3))
     for ax, (title, names) in zip(axes, ATARI.items()):
         for color, (name, label) in enumerate(names.items()):
             for i, path in enumerate(sorted((RESULTS / "atari").glob(f"{name}__*.csv"))):
                 rows = [(r["global_step"], r["episodic_return"]) for r in read(path)]
                 steps, scores = np.array(rows, dtype=float).T
-                ax.plot(steps / 1e6, scores, f"C{color}", label=None if i else label)
+                ax.plot(steps / 1e6, scores, f"C{color}", lw=1, label=None if i else label)
         if title == "Breakout":
             shown = [(x, *scores) for x, scores in PUBLISHED.items()]
             ax.vlines(*zip(*shown), color="gray", lw=4, label="openai/baselines-results")
-        ax.set(title=title, xlabel="steps [millions]", ylabel="score of the last 100 games")
+        ax.set(title=title, xlabel="steps [millions]")
         ax.grid(alpha=0.3)
-        ax.legend(loc="lower right")
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
+    axes[0].set_ylabel("score of the last 100 games")
+    figure.tight_layout()
     return figure
 
 
@@ -139,7 +319,7 @@ def pictures():
         for t in range(60):
             game.step(t, [2, 2, 3, 0][t % 4])
         frame = game.ale.getScreenRGB()
-    figure, axes = plt.subplots(1, 5, figsize=(13, 3.4), width_ratios=[1.1, 1, 1, 1, 1])
+    figure, axes = plt.subplots(1, 5, figsize=(WIDTH, 2.2), width_ratios=[1.1, 1, 1, 1, 1])
     axes[0].imshow(frame)
     axes[0].set_title("Breakout")
     for i, ax in enumerate(axes[1:]):
@@ -147,9 +327,11 @@ def pictures():
         ax.set_title(("three actions ago", "two", "one", "now")[i])
     for ax in axes:
         ax.axis("off")
+    figure.tight_layout()
     return figure
 
 
+# ------------------------------------------------------------------------------------ reservoirs
 def learned(args):
     """Return the mode of a run's policy as a function obs → action."""
     import ppo_multilevel as ml
@@ -185,7 +367,10 @@ def drawn(env):
 
 
 def reservoir():
-    """The first evaluation field on three grids after an episode with a learned policy."""
+    """The first evaluation field on three levels after an episode with a learned policy.
+
+    Records what `lead` shows of it.
+    """
     import ppo_multilevel as ml
 
     if not (ROOT / "runs/reservoir").exists():
@@ -193,11 +378,14 @@ def reservoir():
         ml.train(ml.parse_args(["--env", "ResSim-v1", *where]))
     args = ml.parse_args(["--eval", str(ROOT / "runs/reservoir")])
     control = learned(args)
-    figure, axes = plt.subplots(1, 4, figsize=(13, 3.7))
-    for ax, level in zip(axes[1:], (1, 3, len(ml.CASES[args.env].grids))):
+    record = {"origin": json.dumps(pairs.origin())}
+    figure, axes = plt.subplots(1, 4, figsize=(WIDTH, 2.4))
+    for ax, level in zip(axes[1:], SHOWN, strict=True):
         env = ml.make_env(args.env, level, evaluation=True)
         obs, _ = env.reset(seed=0, options={"field": 0})
         total = play(env, obs, control)
+        record[f"return_{level}"] = total
+        record[f"water_{level}"] = env.unwrapped.s.clip(0, 1).astype(np.float16)
         ax.imshow(drawn(env.unwrapped))
         cells = "×".join(map(str, env.unwrapped.grid.shape))
         ax.set_title(f"{cells} cells: {total:.3f} of the oil")
@@ -205,6 +393,8 @@ def reservoir():
     axes[0].set_title("log permeability")
     for ax in axes:
         ax.axis("off")
+    np.savez_compressed(RESULTS / "reservoir.npz", **record)
+    figure.tight_layout()
     return figure
 
 
@@ -221,7 +411,7 @@ def opm():
     args = ml.parse_args(["--eval", str(ROOT / "runs/opm_flow")])
     controls = {"equal rates": opm_flow.equal, "hand-written": opm_flow.against_water}
     controls["learned policy"] = learned(args)
-    figure, axes = plt.subplots(1, 4, figsize=(13, 3.7))
+    figure, axes = plt.subplots(1, 4, figsize=(WIDTH, 2.4))
     for ax, (name, control) in zip(axes[1:], controls.items()):
         env = opm_flow.Flow(args.levels[-1])
         obs, _ = env.reset(seed=ml.EVAL_SEED)
@@ -235,19 +425,19 @@ def opm():
     axes[0].set_title("log permeability")
     for ax in axes:
         ax.axis("off")
+    figure.tight_layout()
     return figure
 
 
 def main():
     """Write results/<name>.png."""
-    usual, parser = ("adaptive", "ressim", "ppo", "atari", "pictures"), argparse.ArgumentParser()
-    parser.add_argument(
-        "names", nargs="*", help=f"{', '.join(usual)} (the default); reservoir, opm"
-    )
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    usual = ("lead", "gained", "adaptive", "ressim", "ppo", "atari", "pictures")
+    names = f"{', '.join(usual)} (the default); reservoir, opm"
+    parser.add_argument("names", nargs="*", help=names)
     for name in parser.parse_args().names or usual:
         figure = globals()[name]()
-        figure.tight_layout()
-        figure.savefig(RESULTS / f"{name}.png", dpi=75)
+        figure.savefig(RESULTS / f"{name}.png", dpi=DPI)
 
 
 if __name__ == "__main__":

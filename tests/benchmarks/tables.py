@@ -24,6 +24,7 @@ RESULTS = ROOT / "tests" / "benchmarks" / "results"
 ROWS = 2500  # of an iteration, in all runs on reservoirs and the rod that play one level at a time
 GRIDS = {"v2": ("27×9", "57×19", "111×37", "219×73"), "rod": ("16", "32", "64", "128")}
 GRIDS |= {"ks": ("64", "128", "256"), "gl": ("16", "64", "256")}
+GRIDS["water"] = ("surrogate", "reduced", "hourly", "30 s")
 GRIDS["water"] = ("surrogate", "reduced", "1 h", "30 s")
 TITLES = {case: f"ResSim-{case}" for case in ("v1", "v2", "v3", "v4")}
 TITLES |= {"rod": "heat in a rod, 100 steps"}
@@ -274,7 +275,7 @@ WAYS = {  # of training
     "coarsest": "coarsest level alone",
     "best coarse": "best coarse level alone, known only afterwards",
     "multigrid": "Dixit & ElSheikh's rule",
-    "adaptive": "adaptive rule",
+    "adaptive": "adaptive levels",
 }
 
 
