@@ -442,6 +442,11 @@ def test_links_exist(page):
         assert not anchor or anchor in anchors(target), link
 
 
+def test_readme_is_a_page():
+    """What is longer belongs on the pages that it links to."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 330
+
+
 def torchrun_commands():
     """The torchrun command lines in README.md: script, number of ranks, options."""
     command = r"torchrun (?:--nnodes (\d+) )?--nproc-per-node (\d+) .*?(ppo\w*)\.py([^`(]*)"
