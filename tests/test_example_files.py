@@ -179,22 +179,6 @@ def test_commands_of_the_examples(command):
     ppo_multilevel.make_parser().parse_args(shlex.split(command, comments=True))
 
 
-# The rod ------------------------------------------------------------------------------------------
-
-
-def test_rod_is_that_of_the_readme(started):
-    """The README's code gives the same observations and rewards, bit for bit."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (code,) = [block for block in blocks if "class Rod(" in block]
-    names = {}
-    exec(code, names)
-    for level in (1, 3):
-        ours = episode(started(Rod, level), seed=5)
-        theirs = episode(started(names["Rod"], level), seed=5)
-        assert np.array_equal(ours[0], theirs[0]) and np.array_equal(ours[1], theirs[1])
-        assert ours[2] == theirs[2]
-
-
 # The external program -----------------------------------------------------------------------------
 
 

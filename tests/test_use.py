@@ -363,6 +363,7 @@ def readme_text():
     return " ".join((ROOT / "README.md").read_text().split())
 
 
+ROD = ROOT / "tests" / "examples" / "rod.py"
 PLAYED = ["CartPole-v1", "Taxi-v4", "CartPole-v1 --rnn gru"]  # plain, with masks, with memory
 
 
@@ -404,12 +405,10 @@ def test_readme_code_loads_a_policy_of_levels(tmp_path):
 
 
 @pytest.mark.parametrize("coupling", ["step", "noise"])
-def test_readme_simulation_trains(tmp_path, coupling):
+def test_rod_trains(tmp_path, coupling):
     """The rod has the same spaces and the same physics on its levels, and trains on two of them."""
-    path = tmp_path / "my_simulation.py"
-    path.write_text(readme_code("map_from"))
     names = {}
-    exec(path.read_text(), names)
+    exec(ROD.read_text(), names)
     coarse = names["Rod"](1)
     fine = names["Rod"](2)
     fine.reset(seed=3)
@@ -419,14 +418,14 @@ def test_readme_simulation_trains(tmp_path, coupling):
         np.testing.assert_allclose(coarse.psi(), fine.psi(), rtol=1e-6)
         rewards = [env.step(np.float32([0.5, -0.5, 0, 1]))[1] for env in (coarse, fine)]
         assert rewards[0] == pytest.approx(rewards[1], rel=0.2)
-    options = f"--env {path}:Rod --schedule together --coupling {coupling} --num-steps 8 4"
+    options = f"--env {ROD}:Rod --schedule together --coupling {coupling} --num-steps 8 4"
     run = ml.train(parse(ml, tmp_path, *options.split()))
     assert (run.run_dir / "checkpoint.pt").exists()
 
 
-def test_readme_simulation_needs_no_more(tmp_path):
+def test_rod_needs_no_more(tmp_path):
     """One level at a time needs neither psi nor map_from; σ is 1 at first."""
-    code = readme_code("map_from").partition("    def map_from")[0].replace("psi", "observe")
+    code = ROD.read_text().partition("    def map_from")[0].replace("psi", "observe")
     path = tmp_path / "bare.py"
     path.write_text(code)
     run = ml.train(parse(ml, tmp_path, "--env", f"{path}:Rod"))
@@ -441,9 +440,9 @@ SB3 |= dict(norm_adv="minibatch", clip_vloss=False, anneal_lr=False, hidden=[64,
 SB3 |= dict(activation="tanh", shared_net=False, init_log_std=0.0)
 
 
-def test_readme_options_are_the_defaults_of_sb3(tmp_path):
+def test_options_are_the_defaults_of_sb3(tmp_path):
     """Those of `PPO("MlpPolicy", env)` of Stable-Baselines3 2.9.2, whose batch_size is 64."""
-    text = " ".join((ROOT / "tests/benchmarks/README.md").read_text().split())
+    text = " ".join((ROOT / "tests/benchmarks/reference.md").read_text().split())
     options = re.search(r"with N envs, `(.*?)` \(VecNormalize: `(.*?)`", text)
     words = " ".join(options.groups()).replace("(32 N)", "96").replace(" N ", " 3 ").split()
     args = ppo.parse_args([*words, "--log-dir", str(tmp_path)])
