@@ -2,6 +2,7 @@
 
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,205 @@ def test_opm_flow_trains(opm_flow, tmp_path):
     words = ["--resume", str(run.run_dir), "--num-iterations", "2", "--quiet"]
     resumed = ml.train(ml.parse_args(words))
     assert resumed.iteration == 2 and np.isfinite(resumed.history[-1]["policy_loss"])
+
+
+@pytest.fixture
+def water(tmp_path, monkeypatch):
+    """Return the module of the water network. Temporary files and the current folder are ours."""
+    pytest.importorskip("wntr", reason="needs the package wntr")
+    import water_network
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(water_network.tempfile, "tempdir", str(tmp_path))
+    water_network.input_text.cache_clear()  # so that its files would be here, too
+    yield water_network
+    assert list(tmp_path.glob("*")) == []
+
+
+def day(env, seed, num_steps=24):
+    """Play some hours with random actions. Returns their observations and rewards."""
+    rng = np.random.default_rng(seed)
+    obs, _ = env.reset(seed=seed)
+    observations = [obs]
+    rewards = []
+    for _ in range(num_steps):
+        obs, reward, terminated, truncated, _ = env.step(rng.uniform(-1, 1, 2).astype(np.float32))
+        observations.append(obs)
+        rewards.append(reward)
+    assert terminated == (num_steps == 24) and not truncated
+    return np.array(observations), np.array(rewards)
+
+
+def test_water_network_levels_start_alike_and_converge(water):
+    """A seed is one day on all levels, and returns differ less from the finest on finer levels."""
+    returns = []
+    for level in (1, 2, 3, 4):
+        env = water.make(level)
+        observations, rewards = day(env, seed=3)
+        env.close()
+        returns.append(rewards.sum())
+        assert np.isfinite(observations).all() and (rewards <= 0).all()
+        assert observations[:, 3].tolist() == list(range(25))  # the hour
+        if level == 1:
+            coarsest = observations
+        assert np.array_equal(observations[0], coarsest[0])
+        assert np.array_equal(observations[:, 4:], coarsest[:, 4:])  # demand, price, speeds
+    assert not np.array_equal(coarsest[0], water.make(1).reset(seed=4)[0])
+    differences = np.abs(np.array(returns[:3]) - returns[3])
+    assert differences[0] > 3 * differences[1] > 9 * differences[2] > 0
+
+
+def test_water_network_surrogate_by_hand(water):
+    """An hour's water and energy, what is missing in low tanks, and what is lost in a day."""
+    env = water.make(1).unwrapped
+    env.reset(seed=3)
+    env.demand[0] = 0.9
+    before = env.levels
+    obs, reward, *_ = env.step(np.float32([1, 1]))
+    gained = (3400 + 14000 - 0.9 * 11000) * 60 / 7.48  # ft³
+    assert ((env.levels - before) * water.AREA).sum() == pytest.approx(gained, rel=1e-6)
+    assert reward == pytest.approx(-(80 + 280) * 0.06 / 10)  # at night's price
+
+    # Without pumps 8,000 gallons a minute come through the bypass, for nothing. Tank 2 is 1 ft
+    # above its lowest level, so that 2 ft of the reserve are missing there.
+    env.demand[1] = 8 / 11
+    env.net.levels = np.array([20.0, 7.5, 20.0])
+    _, reward, *_ = env.step(np.float32([0.49, 0.49]))
+    assert env.speeds.tolist() == [0, 0]
+    assert reward == pytest.approx(-20 * 2 / 10 / 3)
+
+    env.hour = 23
+    env.demand[23] = 8 / 11
+    env.first_levels = np.array([21.0, 12.0, 20.0])
+    env.net.levels = np.array([20.0, 13.0, 20.0])
+    _, reward, terminated, *_ = env.step(np.float32([0, 0]))
+    lost = np.pi / 4 * (85**2 - 50**2)  # ft³: tank 1 has lost 1 ft, tank 2 gained 1 ft
+    assert terminated and reward == pytest.approx(-lost / 2000)
+
+
+def test_water_network_is_that_of_wntr(water):
+    """Levels of tanks and the pumps' energy, hour by hour, are those of wntr's own simulator."""
+    import wntr
+
+    starts = [20.0, 15.0, 25.0]  # ft
+    speeds = [0.9, 0.95]
+    network = wntr.network.WaterNetworkModel("Net3")
+    for name in list(network.control_name_list):
+        network.remove_control(name)
+    for tank, level in zip(water.TANKS, starts):
+        network.get_node(tank).init_level = level * 0.3048
+    for pump, speed in zip(water.PUMPS, speeds):
+        network.get_link(pump).initial_status = "Open"
+        network.get_link(pump).initial_setting = speed
+    network.options.time.duration = 24 * 3600
+    network.options.time.hydraulic_timestep = 3600
+    network.options.hydraulic.demand_multiplier = 1.1
+    with tempfile.TemporaryDirectory() as folder:
+        results = wntr.sim.EpanetSimulator(network).run_sim(file_prefix=f"{folder}/net")
+    found = results.node["pressure"][list(water.TANKS)].to_numpy() / 0.3048  # (25, 3), ft
+    flow = results.link["flowrate"][list(water.PUMPS)].to_numpy()  # m³/s
+    head = -results.link["headloss"][list(water.PUMPS)].to_numpy()  # m
+    power = (9.81 * flow * head).sum(axis=1) / 0.75  # kW
+
+    net = water.Epanet(3)
+    net.start(starts, 1.1)
+    for hour in range(24):
+        levels, energy, _ = net.simulate_hour(speeds, 1.1)
+        assert levels == pytest.approx(found[hour + 1], abs=0.02)
+        if not np.isin(found[hour + 1].round(1), water.HIGHEST).any():  # else it is less in part
+            assert energy == pytest.approx(power[hour], rel=0.01)
+    net.close()
+
+
+def test_water_network_simulations_do_not_disturb_each_other(water):
+    """Side by side in a process they give the same bits as each one alone."""
+    levels = [2, 3, 3, 4]
+    alone = []
+    for seed, level in enumerate(levels):
+        env = water.make(level)
+        alone.append(day(env, seed, num_steps=3))
+        env.close()
+
+    envs = [water.make(level) for level in levels]
+    rngs = [np.random.default_rng(seed) for seed in range(4)]
+    observations = [[env.reset(seed=seed)[0]] for seed, env in enumerate(envs)]
+    for _ in range(3):
+        for k, env in enumerate(envs):
+            obs, *_ = env.step(rngs[k].uniform(-1, 1, 2).astype(np.float32))
+            observations[k].append(obs)
+    for env in envs:
+        env.close()
+    for found, (expected, _) in zip(observations, alone):
+        assert np.array_equal(found, expected)
+
+
+def test_water_network_repeats_a_seed(water):
+    """After other episodes it does so within EPANET's accuracy, since a first guess is theirs."""
+    env = water.make(3)
+    first = day(env, seed=1)
+    other = day(env, seed=2)
+    again = day(env, seed=1)
+    env.close()
+    assert not np.allclose(first[0][0], other[0][0])
+    for found, expected in zip(again, first):
+        np.testing.assert_allclose(found, expected, atol=0.005)
+
+
+def test_water_network_leaves_no_files(water, tmp_path):
+    """Nothing is there while it runs, and to close it twice does no harm."""
+    for level in (2, 4):
+        env = water.make(level)
+        day(env, seed=0, num_steps=1)
+        assert list(tmp_path.glob("*")) == []
+        env.close()
+        env.close()
+
+
+def test_water_network_trains_in_two_workers(water, tmp_path_factory):
+    """Each process makes its own networks. The run is that of one process, but for rounding."""
+    runs = tmp_path_factory.mktemp("runs")
+    path = Path(__file__).parent / "examples" / "water_network.py"
+    losses = []
+    for workers in (0, 2):
+        argv = f"--env {path}:make --levels 1 2 --num-envs 2 --num-steps 24 --num-minibatches 2 "
+        argv += f"--num-workers {workers} --eval-every 0 --check-episodes 2 --level-costs 2 1 1 "
+        argv += f"--norm-obs --norm-value --quiet --num-iterations 2 --log-dir {runs}"
+        run = ml.train(ml.parse_args(argv.split()))
+        losses.append(run.history[-1]["policy_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_water_network_controllers(water):
+    """By hand: what they do. On the reduced network the price pays."""
+    obs = np.array([10, 20, 20, 0, 1, 0.06, 0, 0], np.float32)
+    speeds = (by_price_action(water, obs) + 1) * 0.6
+    assert speeds == pytest.approx([0.65, 0.65])
+    obs[5] = 0.30  # $/kWh
+    assert by_price_action(water, obs) == pytest.approx([0.65 / 0.6 - 1, -1])
+    obs[:3] = 30  # ft
+    assert by_price_action(water, obs).tolist() == [-1, -1]
+    assert (water.constant(obs) + 1) * 0.6 == pytest.approx([0.7, 0.51])
+
+    env = water.make(2)
+    returns = {}
+    for controller in (water.constant, water.by_price):
+        total = 0.0
+        for seed in range(8):
+            obs, _ = env.reset(seed=seed)
+            terminated = False
+            while not terminated:
+                obs, reward, terminated, *_ = env.step(controller(obs))
+                total += reward / 8
+        returns[controller] = total
+    env.close()
+    assert returns[water.by_price] > returns[water.constant] + 2
+
+
+def by_price_action(water, obs):
+    """Return the action of `by_price`, which must be one of `make`."""
+    action = water.by_price(obs)
+    assert water.make(1).action_space.contains(action)
+    return action
 
 
 def test_permeability_fields_of_your_own(tmp_path, monkeypatch):
