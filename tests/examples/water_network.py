@@ -40,10 +40,8 @@ What one has to know of EPANET's toolkit in wntr (1.5.0)
     To open a pump sets its speed to 1. So the status comes first, then the speed.
     A time step ends early when a tank is full or empty.
     After `ENnextH` the tanks have their new levels. Pressures of junctions are still the old ones.
-    `ENinitH(0)` keeps the flows of the episode before as EPANET's first guess. So a seed leads to
-    the same episode only within EPANET's accuracy. In 400 days levels differed by up to 0.002 ft,
-    and rewards by up to 1e-4. `ENinitH(10)` would repeat all bits. The recorded runs were made with
-    the former.
+    `ENinitH` has to be told to start its search for flows anew (INITFLOW). Else it starts from
+    those of the episode before, and a seed leads to the same episode only within 0.002 ft.
     Warnings, for example of a pump that is too slow to deliver, are logged, and kept in a list that
     only grows.
     `skeletonize` writes temp.inp, temp.rpt and temp.bin into the current folder, unless it has
@@ -147,7 +145,7 @@ class Epanet:
         for tank, level in zip(self.tanks, levels):
             self.en.ENsetnodevalue(tank, EN.TANKLEVEL, float(level))
         self.set_demand(demand)
-        self.en.ENinitH(EN.NOSAVE)
+        self.en.ENinitH(EN.INITFLOW)
         self.en.errcodelist.clear()
         self.time = 0  # s
 
