@@ -92,7 +92,7 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 # NumPy's own threads would take the cores that the worker processes need.
@@ -426,6 +426,8 @@ def policy_change(logratio, clip_coef):
 
 
 # ------------------------------------------------------------------------------------ update
+# An env's module may have switched gradients off.
+@torch.enable_grad()
 def update(model, optimizer, batch, args, generator):
     """Take K epochs of minibatch steps on the rows of `batch`. Returns the means of the losses."""
     if args.norm_adv == "batch":
@@ -519,7 +521,7 @@ def mean_row(rows):
 # ------------------------------------------------------------------------------------ model
 def make_model(args):
     """Return the Model for the env's spaces, its weights drawn from torch's global generator."""
-    with closing(make_env(args.env)) as env:
+    with closing_env(make_env(args.env)) as env:
         model = Model(env.observation_space.shape[0], env.action_space, args)
     device = "cpu" if args.device == "auto" else args.device
     # Each rank has a GPU of its own.
@@ -935,11 +937,13 @@ def make_env(env_id, video=None):
     """
     if "ALE/" in env_id:
         raise ValueError("argument --env: Atari games are for ppo_atari.py")
+    options = {"render_mode": "rgb_array"} if video else {}
+    try:
+        env = gym.make(env_id, **options)
+    except SystemExit as error:
+        raise ImportError(f"{env_id} ended the program on import, exit code {error}") from None
     if video:
-        env = gym.make(env_id, render_mode="rgb_array")
         env = gym.wrappers.RecordVideo(env, video, episode_trigger=lambda k: k == 0)
-    else:
-        env = gym.make(env_id)
 
     space = env.observation_space
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
@@ -977,11 +981,31 @@ def to_env(actions, space):
     return actions.astype(space.dtype, copy=False)
 
 
+def as_array(obs, shape):
+    """Return an observation as an array of that shape. Raises TypeError if it has no numbers."""
+    # Text would be converted, and an observation of another shape would be stretched.
+    obs = np.asarray(obs)
+    if obs.dtype.kind not in "biuf":
+        raise TypeError(f"an observation is of type {obs.dtype}, which is no number")
+    return obs.reshape(shape)
+
+
 def has_masks(env):
-    """Whether the env says which actions are allowed, by a method or in the info of reset."""
+    """Whether the env says which actions are allowed, by a method or in the info of reset.
+
+    It is None if it does not: then `Game.show` refuses masks that come later. Raises ValueError if
+    only its observations do.
+    """
     if not num_choices(env.action_space):
         return False
-    return env.has_wrapper_attr("action_masks") or "action_mask" in env.reset()[1]
+    if env.has_wrapper_attr("action_masks") or "action_mask" in env.reset()[1]:
+        return True
+    if "action_mask" in getattr(env.unwrapped.observation_space, "spaces", {}):
+        raise ValueError(
+            "argument --action-masks: the action_mask in observations is not used; give it in info "
+            "too, or give --no-action-masks"
+        )
+    return None
 
 
 def action_mask(env, info):
@@ -1002,11 +1026,28 @@ def action_mask(env, info):
     return mask.astype(bool)
 
 
+@contextmanager
+def closing_env(env):
+    """Lend an env of which the spaces are looked at, and close it."""
+    try:
+        yield env
+    finally:
+        close_env(env, env)
+
+
+def close_env(env, place):
+    """Close an env. An error in this is reported, and does not end the run."""
+    try:
+        env.close()
+    except Exception as error:
+        report(f"{place} failed in close: {error}")
+
+
 class GameError(RuntimeError):
     """A game or a worker failed: a line that says which and how, then the traceback."""
 
 
-class AtWork:
+class AtWork(AbstractContextManager):
     """The context in which an env is called: any error becomes a GameError that says where.
 
     A class takes a third of the time of a function with `contextmanager`, 4 % of a cheap step.
@@ -1015,9 +1056,6 @@ class AtWork:
     def __init__(self, game, doing):
         self.game = game
         self.doing = doing
-
-    def __enter__(self):
-        pass
 
     def __exit__(self, kind, error, _):
         """Raise GameError for an error. Only Ctrl-C passes."""
@@ -1028,8 +1066,9 @@ class AtWork:
             line += (
                 "; reset must return (obs, info), step (obs, reward, terminated, truncated, info)"
             )
-        text = "".join(traceback.format_exception(error))
-        raise GameError(f"{line}\n{text}") from None
+        if "daemonic" in str(error):
+            line += "; an env with processes of its own needs --num-workers 0"
+        raise GameError(f"{line}\n{traceback.format_exc()}") from None
 
 
 class Game:
@@ -1040,8 +1079,7 @@ class Game:
     """
 
     def __init__(self, args, rows, n, video=None):
-        self.name = args.env
-        self.gamma = args.gamma
+        self.args = args
         self.rows = rows
         self.n = n
         self.env = make_env(args.env, video)
@@ -1075,13 +1113,13 @@ class Game:
             obs, reward, terminated, truncated, info = self.env.step(action)
             reward = float(reward)
             ended = bool(terminated) or bool(truncated)
-            rows["next_obs"][t, n] = np.asarray(obs).reshape(self.shape)
+            rows["next_obs"][t, n] = as_array(obs, self.shape)
             if not ended:
                 self.show(t + 1, obs, info)
 
         self.episode_return += reward
         self.episode_length += 1
-        self.discounted = reward + self.gamma * self.discounted
+        self.discounted = reward + self.args.gamma * self.discounted
         rows["rewards"][t, n] = reward
         rows["discounted"][t, n] = self.discounted
         rows["terminated"][t, n] = terminated
@@ -1095,15 +1133,19 @@ class Game:
 
     def show(self, t, obs, info):
         """Write what the policy sees in row t."""
-        # An observation of another shape would be stretched.
-        self.rows["obs"][t, self.n] = np.asarray(obs).reshape(self.shape)
+        self.rows["obs"][t, self.n] = as_array(obs, self.shape)
         if "action_mask" in self.rows:
             self.rows["action_mask"][t, self.n] = action_mask(self.env, info)
+        elif self.args.action_masks is None and "action_mask" in info:
+            raise ValueError(
+                "info has an action_mask, but that of the first reset had none; give it there too, "
+                "or give --no-action-masks"
+            )
 
     def place(self):
         """Return where the game is, as text: its seed, the episode since then, the steps in it."""
         where = f"seed {self.seed}, episode {self.episode}, after {self.episode_length} steps"
-        return f"{self.name} ({where})"
+        return f"{self.args.env} ({where})"
 
 
 def make_rows(args, model, num_games):
@@ -1209,7 +1251,7 @@ class Player:
             returns = [game.first_return for game in self.games]
             if None not in returns:
                 return np.array(returns)
-        raise GameError(f"{self.games[0].name}: an episode takes over {MOST_STEPS:,} steps")
+        raise GameError(f"{self.games[0].args.env}: an episode takes over {MOST_STEPS:,} steps")
 
     def check_finite(self):
         """Raise GameError at the first NaN, infinity, or number of 1e15 or more."""
@@ -1220,16 +1262,13 @@ class Player:
                 t, n, *entry = np.argwhere(wrong)[0].tolist()
                 place = f"{name}{entry}" if entry else name
                 game = self.games[n]
-                where = f"{game.name} (seed {game.seed}), step {t} of the rollout"
+                where = f"{game.args.env} (seed {game.seed}), step {t} of the rollout"
                 raise GameError(f"NaN or over 1e15 in {place} of {where}")
 
     def close(self):
-        """Close all envs. An error in this is reported, and does not end the run."""
+        """Close all envs."""
         for game in self.games:
-            try:
-                game.env.close()
-            except Exception as error:
-                report(f"{game.place()} failed in close: {error}")
+            close_env(game.env, game.place())
 
 
 def make_pool(args, model):
@@ -1252,7 +1291,7 @@ def draw_seeds(count, *entropy):
 # ------------------------------------------------------------------------------------ worker pool
 def num_processes(args):
     """Return the number of processes of each rank that play: no more than there are games."""
-    return min(max(1, args.num_workers), max(1, args.num_envs // NUM_RANKS))
+    return max(1, min(args.num_workers, args.num_envs // NUM_RANKS))
 
 
 class WorkerPool:
@@ -1260,6 +1299,8 @@ class WorkerPool:
 
     `make_player(model, index, count)` makes the player of process `index`, of `count` in all ranks.
     """
+
+    patience = 30  # after so many seconds without an answer a line says so, once
 
     def __init__(self, args, model, make_player):
         # The copy of the model that plays is in memory that all processes of this rank share.
@@ -1274,11 +1315,12 @@ class WorkerPool:
         # A fork shares the memory of all imported libraries, but it is safe on Linux only.
         start_method = "fork" if sys.platform == "linux" else "spawn"
         context = multiprocessing.get_context(start_method)
-        for i in range(num_processes(args)):
+        P = num_processes(args)
+        for i in range(P):
             pipe, end = context.Pipe()
             # A fork has copies of this process's ends of all pipes, which it must close.
             copies = [other for other, _ in self.workers] + [pipe]
-            place = (RANK * num_processes(args) + i, NUM_RANKS * num_processes(args))
+            place = (RANK * P + i, NUM_RANKS * P)
             arguments = (end, copies, args.seed, make_player, self.model, *place)
             process = context.Process(target=work, args=arguments, daemon=True)
             process.start()
@@ -1314,24 +1356,31 @@ class WorkerPool:
         answers = []
         for i, (pipe, process) in enumerate(self.workers):
             try:
+                if not pipe.poll(self.patience):
+                    report(
+                        f"worker {i} has not answered for {self.patience} seconds. If it hangs: "
+                        "threads started before the fork are missing in it, try --num-workers 0"
+                    )
+                    self.patience = None
                 answers.append(pipe.recv())
             except (EOFError, OSError):
                 process.join()
-                answers.append(GameError(f"worker {i} died with exit code {process.exitcode}"))
+                line = f"worker {i} died with exit code {process.exitcode}; try --num-workers 0"
+                answers.append(GameError(line))
         return answers
 
     def close(self):
-        """End the processes: idle ones close their games, busy ones are killed after 10 seconds."""
+        """End the processes: idle ones close their games, busy ones are killed after 8 seconds."""
         if self.player:
             self.player.close()
         for pipe, _ in self.workers:
             pipe.close()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 8
         try:
             for _, process in self.workers:
                 process.join(max(0, end - time.monotonic()))
         finally:
-            # A Ctrl-C may have ended the waiting.
+            # A signal may have ended the waiting.
             for _, process in self.workers:
                 process.kill()
                 process.join()
@@ -1423,6 +1472,7 @@ def average_gradients(model):
 
 
 # ------------------------------------------------------------------------------------ run folder
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they stop a run
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0}
 CHARTS = ["episodic_return", "episodic_length", "eval_return", "learning_rate"]
 LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"]
@@ -1453,7 +1503,6 @@ class Run(AbstractContextManager):
         self.history = []
         self.signal = None
         self.asked = None  # when a signal asked the run to stop
-        self.began = None  # when the current iteration began
         if args.resume:
             self.restore()
         # The stack closes what is open if this block fails.
@@ -1464,20 +1513,22 @@ class Run(AbstractContextManager):
 
     def open(self):
         """Make the games, catch signals and open the files."""
-        signals = (signal.SIGINT, signal.SIGTERM)
-        for signum in signals:
+        for signum in SIGNALS:
             self.stack.callback(signal.signal, signum, signal.getsignal(signum))
         if NUM_RANKS > 1:
             backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
             self.stack.callback(dist.destroy_process_group)
         self.pool = self.stack.enter_context(closing(make_pool(self.args, self.model)))
-        # A library of the games may catch signals itself, so this comes after them.
-        for signum in signals:
-            signal.signal(signum, self.stop)
+        self.catch_signals()
         if RANK == 0:
             logger = Logger(self.run_dir, self.args, self.history)
             self.logger = self.stack.enter_context(closing(logger))
+
+    def catch_signals(self):
+        """Have signals stop the run, also where a library of the games has caught them itself."""
+        for signum in SIGNALS:
+            signal.signal(signum, self.stop)
 
     @property
     def iteration(self):
@@ -1489,12 +1540,12 @@ class Run(AbstractContextManager):
         return self.iteration / self.args.num_iterations
 
     def stop(self, signum, _):
-        """Note a signal. A repeat within a second is ignored, a Ctrl-C after that stops at once."""
-        if self.signal is None:
+        """Note a signal. A repeat within a second is ignored, one after that stops at once."""
+        if self.asked is None:
             self.signal = signum
             self.asked = time.monotonic()
-            report("stopping after this iteration; Ctrl-C once more to stop now")
-        elif signum == signal.SIGINT and time.monotonic() > self.asked + 1:
+            report("stopping after this iteration; Ctrl-C or SIGTERM once more to stop now")
+        elif time.monotonic() > self.asked + 1:
             report("stopped at once; iterations since the last checkpoint are lost")
             raise KeyboardInterrupt
 
@@ -1514,6 +1565,7 @@ class Run(AbstractContextManager):
         The ranks tell each other of signals here, and the clock of the iteration starts.
         """
         self.began = time.perf_counter()
+        self.catch_signals()
         # A signal that one rank has received stops all ranks.
         agreed = max(gathered_objects(self.signal or 0))
         self.signal = agreed or self.signal
@@ -1579,7 +1631,7 @@ class Run(AbstractContextManager):
         self.recent = state["recent"]
 
     def __exit__(self, kind, *_):
-        """Close everything. First save, unless the code has failed or a Ctrl-C stops at once."""
+        """Close everything. First save, unless the code has failed or a signal stops at once."""
         with self.stack:
             if kind is None or issubclass(kind, (GameError, OSError)):
                 self.save()
@@ -1778,7 +1830,7 @@ def parse_args(argv=None):
         args = parser.parse_args(argv)
 
     if args.action_masks is None:
-        with closing(make_env(args.env)) as env:
+        with closing_env(make_env(args.env)) as env:
             args.action_masks = has_masks(env)
     if args.total_timesteps or not args.num_iterations:
         steps = args.total_timesteps or 500_000
@@ -1842,7 +1894,7 @@ def main():
         # Once the options are read these are mistakes in code: the traceback is needed.
         if args and isinstance(error, (ImportError, ValueError)):
             raise
-        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        print(f"{Path(__file__).name}: error: {error}".rstrip(), file=sys.stderr)
         return 1 if args else 2
     return 128 + run.signal if run.signal else 0
 

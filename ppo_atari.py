@@ -61,7 +61,7 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import ale_py
@@ -363,6 +363,8 @@ def policy_change(logratio, clip_coef):
 
 
 # ------------------------------------------------------------------------------------ update
+# An env's module may have switched gradients off.
+@torch.enable_grad()
 def update(model, optimizer, batch, args, clip_coef, generator):
     """Take K epochs of minibatch steps, unless the policy moves beyond --target-kl.
 
@@ -424,7 +426,7 @@ def mean_row(rows):
 # ------------------------------------------------------------------------------------ model
 def make_model(args):
     """Return the Model for the game, its weights drawn from torch's global generator."""
-    with closing(make_env(args)) as env:
+    with closing_env(make_env(args)) as env:
         model = Model(env.action_space, args.precision)
     device = args.device
     # Take cuda if there is a GPU for each rank of this machine.
@@ -620,11 +622,28 @@ def make_env(args, video=None):
     return env
 
 
+@contextmanager
+def closing_env(env):
+    """Lend an env of which the spaces are looked at, and close it."""
+    try:
+        yield env
+    finally:
+        close_env(env, env)
+
+
+def close_env(env, place):
+    """Close an env. An error in this is reported, and does not end the run."""
+    try:
+        env.close()
+    except Exception as error:
+        report(f"{place} failed in close: {error}")
+
+
 class GameError(RuntimeError):
     """A game or a worker failed: a line that says which and how, then the traceback."""
 
 
-class AtWork:
+class AtWork(AbstractContextManager):
     """The context in which an env is called: any error becomes a GameError that says where.
 
     A class takes a third of the time of a function with `contextmanager`, 4 % of a cheap step.
@@ -633,9 +652,6 @@ class AtWork:
     def __init__(self, game, doing):
         self.game = game
         self.doing = doing
-
-    def __enter__(self):
-        pass
 
     def __exit__(self, kind, error, _):
         """Raise GameError for an error. Only Ctrl-C passes."""
@@ -646,8 +662,9 @@ class AtWork:
             line += (
                 "; reset must return (obs, info), step (obs, reward, terminated, truncated, info)"
             )
-        text = "".join(traceback.format_exception(error))
-        raise GameError(f"{line}\n{text}") from None
+        if "daemonic" in str(error):
+            line += "; an env with processes of its own needs --num-workers 0"
+        raise GameError(f"{line}\n{traceback.format_exc()}") from None
 
 
 class Game:
@@ -868,12 +885,9 @@ class Player:
         raise GameError(f"{self.games[0].place()}: a game takes over {MOST_FRAMES:,} frames")
 
     def close(self):
-        """Close all envs. An error in this is reported, and does not end the run."""
+        """Close all envs."""
         for game in self.games:
-            try:
-                game.env.close()
-            except Exception as error:
-                report(f"{game.place()} failed in close: {error}")
+            close_env(game.env, game.place())
 
 
 def make_pool(args, model):
@@ -915,7 +929,7 @@ def num_cores():
 
 def num_processes(args):
     """Return the number of processes of each rank that play: no more than there are games."""
-    return min(max(1, args.num_workers), max(1, args.num_envs // NUM_RANKS))
+    return max(1, min(args.num_workers, args.num_envs // NUM_RANKS))
 
 
 class WorkerPool:
@@ -923,6 +937,8 @@ class WorkerPool:
 
     `make_player(model, index, count)` makes the player of process `index`, of `count` in all ranks.
     """
+
+    patience = 30  # after so many seconds without an answer a line says so, once
 
     def __init__(self, args, model, make_player):
         # The copy of the model that plays is in memory that all processes of this rank share.
@@ -937,11 +953,12 @@ class WorkerPool:
         # A fork shares the memory of all imported libraries, but it is safe on Linux only.
         start_method = "fork" if sys.platform == "linux" else "spawn"
         context = multiprocessing.get_context(start_method)
-        for i in range(num_processes(args)):
+        P = num_processes(args)
+        for i in range(P):
             pipe, end = context.Pipe()
             # A fork has copies of this process's ends of all pipes, which it must close.
             copies = [other for other, _ in self.workers] + [pipe]
-            place = (RANK * num_processes(args) + i, NUM_RANKS * num_processes(args))
+            place = (RANK * P + i, NUM_RANKS * P)
             arguments = (end, copies, args.seed, make_player, self.model, *place)
             process = context.Process(target=work, args=arguments, daemon=True)
             process.start()
@@ -977,24 +994,31 @@ class WorkerPool:
         answers = []
         for i, (pipe, process) in enumerate(self.workers):
             try:
+                if not pipe.poll(self.patience):
+                    report(
+                        f"worker {i} has not answered for {self.patience} seconds. If it hangs: "
+                        "threads started before the fork are missing in it, try --num-workers 0"
+                    )
+                    self.patience = None
                 answers.append(pipe.recv())
             except (EOFError, OSError):
                 process.join()
-                answers.append(GameError(f"worker {i} died with exit code {process.exitcode}"))
+                line = f"worker {i} died with exit code {process.exitcode}; try --num-workers 0"
+                answers.append(GameError(line))
         return answers
 
     def close(self):
-        """End the processes: idle ones close their games, busy ones are killed after 10 seconds."""
+        """End the processes: idle ones close their games, busy ones are killed after 8 seconds."""
         if self.player:
             self.player.close()
         for pipe, _ in self.workers:
             pipe.close()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 8
         try:
             for _, process in self.workers:
                 process.join(max(0, end - time.monotonic()))
         finally:
-            # A Ctrl-C may have ended the waiting.
+            # A signal may have ended the waiting.
             for _, process in self.workers:
                 process.kill()
                 process.join()
@@ -1096,6 +1120,7 @@ def average_gradients(model):
 
 
 # ------------------------------------------------------------------------------------ run folder
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they stop a run
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0}
 CHARTS = ["episodic_return", "episodic_length", "eval_return", "learning_rate"]
 LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"]
@@ -1126,7 +1151,6 @@ class Run(AbstractContextManager):
         self.history = []
         self.signal = None
         self.asked = None  # when a signal asked the run to stop
-        self.began = None  # when the current iteration began
         if args.resume:
             self.restore()
         # The stack closes what is open if this block fails.
@@ -1137,20 +1161,22 @@ class Run(AbstractContextManager):
 
     def open(self):
         """Make the games, catch signals and open the files."""
-        signals = (signal.SIGINT, signal.SIGTERM)
-        for signum in signals:
+        for signum in SIGNALS:
             self.stack.callback(signal.signal, signum, signal.getsignal(signum))
         if NUM_RANKS > 1:
             backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
             self.stack.callback(dist.destroy_process_group)
         self.pool = self.stack.enter_context(closing(make_pool(self.args, self.model)))
-        # A library of the games may catch signals itself, so this comes after them.
-        for signum in signals:
-            signal.signal(signum, self.stop)
+        self.catch_signals()
         if RANK == 0:
             logger = Logger(self.run_dir, self.args, self.history)
             self.logger = self.stack.enter_context(closing(logger))
+
+    def catch_signals(self):
+        """Have signals stop the run, also where a library of the games has caught them itself."""
+        for signum in SIGNALS:
+            signal.signal(signum, self.stop)
 
     @property
     def iteration(self):
@@ -1162,12 +1188,12 @@ class Run(AbstractContextManager):
         return self.iteration / self.args.num_iterations
 
     def stop(self, signum, _):
-        """Note a signal. A repeat within a second is ignored, a Ctrl-C after that stops at once."""
-        if self.signal is None:
+        """Note a signal. A repeat within a second is ignored, one after that stops at once."""
+        if self.asked is None:
             self.signal = signum
             self.asked = time.monotonic()
-            report("stopping after this iteration; Ctrl-C once more to stop now")
-        elif signum == signal.SIGINT and time.monotonic() > self.asked + 1:
+            report("stopping after this iteration; Ctrl-C or SIGTERM once more to stop now")
+        elif time.monotonic() > self.asked + 1:
             report("stopped at once; iterations since the last checkpoint are lost")
             raise KeyboardInterrupt
 
@@ -1187,6 +1213,7 @@ class Run(AbstractContextManager):
         The ranks tell each other of signals here, and the clock of the iteration starts.
         """
         self.began = time.perf_counter()
+        self.catch_signals()
         # A signal that one rank has received stops all ranks.
         agreed = max(gathered_objects(self.signal or 0))
         self.signal = agreed or self.signal
@@ -1252,7 +1279,7 @@ class Run(AbstractContextManager):
         self.recent = state["recent"]
 
     def __exit__(self, kind, *_):
-        """Close everything. First save, unless the code has failed or a Ctrl-C stops at once."""
+        """Close everything. First save, unless the code has failed or a signal stops at once."""
         with self.stack:
             if kind is None or issubclass(kind, (GameError, OSError)):
                 self.save()
@@ -1510,7 +1537,7 @@ def main():
         # Once the options are read these are mistakes in code: the traceback is needed.
         if args and isinstance(error, (ImportError, ValueError)):
             raise
-        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        print(f"{Path(__file__).name}: error: {error}".rstrip(), file=sys.stderr)
         return 1 if args else 2
     return 128 + run.signal if run.signal else 0
 

@@ -92,7 +92,7 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -454,6 +454,8 @@ def policy_change(logratio, clip_coef):
 
 
 # ------------------------------------------------------------------------------------ update
+# An env's module may have switched gradients off.
+@torch.enable_grad()
 def update(model, optimizer, batch, plan, args, generator):
     """Take K epochs of minibatch steps, unless the policy moves beyond --target-kl.
 
@@ -912,7 +914,7 @@ def refit_values(model, batch):
 # ------------------------------------------------------------------------------------ model
 def make_model(args):
     """Return the Model for the env's spaces, its weights drawn from torch's global generator."""
-    with closing(make_env(args.env, args.levels[-1])) as env:
+    with closing_env(make_env(args.env, args.levels[-1])) as env:
         model = Model(env.observation_space.shape[0], env.action_space, args)
     # An env's library may have set another default type.
     model = model.float()
@@ -1219,7 +1221,10 @@ def load_make(name):
     if ":" not in name:
         raise ValueError(f"no env '{name}'; known: {', '.join(CASES)}, file.py:make, module:make")
     module, _, function = name.rpartition(":")
-    loaded = load_file(module) if module.endswith(".py") else importlib.import_module(module)
+    try:
+        loaded = load_file(module) if module.endswith(".py") else importlib.import_module(module)
+    except SystemExit as error:
+        raise ImportError(f"{module} ended the program on import, exit code {error}") from None
     return getattr(loaded, function)
 
 
@@ -1248,6 +1253,15 @@ def to_env(actions, space):
     return actions.astype(space.dtype, copy=False)
 
 
+def as_array(obs, shape):
+    """Return an observation as an array of that shape. Raises TypeError if it has no numbers."""
+    # Text would be converted, and an observation of another shape would be stretched.
+    obs = np.asarray(obs)
+    if obs.dtype.kind not in "biuf":
+        raise TypeError(f"an observation is of type {obs.dtype}, which is no number")
+    return obs.reshape(shape)
+
+
 def steps_in_batches(env):
     """Whether the env's class has a step_batch. A subclass that overrides `step` alone has not."""
     for owner in type(env).mro():  # the class, then those that it inherits from
@@ -1258,11 +1272,28 @@ def steps_in_batches(env):
     return False
 
 
+@contextmanager
+def closing_env(env):
+    """Lend an env of which the spaces are looked at, and close it."""
+    try:
+        yield env
+    finally:
+        close_env(env, env)
+
+
+def close_env(env, place):
+    """Close an env. An error in this is reported, and does not end the run."""
+    try:
+        env.close()
+    except Exception as error:
+        report(f"{place} failed in close: {error}")
+
+
 class GameError(RuntimeError):
     """A game or a worker failed: a line that says which and how, then the traceback."""
 
 
-class AtWork:
+class AtWork(AbstractContextManager):
     """The context in which an env is called: any error becomes a GameError that says where.
 
     A class takes a third of the time of a function with `contextmanager`, 4 % of a cheap step.
@@ -1271,9 +1302,6 @@ class AtWork:
     def __init__(self, game, doing):
         self.game = game
         self.doing = doing
-
-    def __enter__(self):
-        pass
 
     def __exit__(self, kind, error, _):
         """Raise GameError for an error. Only Ctrl-C passes."""
@@ -1284,8 +1312,9 @@ class AtWork:
             line += (
                 "; reset must return (obs, info), step (obs, reward, terminated, truncated, info)"
             )
-        text = "".join(traceback.format_exception(error))
-        raise GameError(f"{line}\n{text}") from None
+        if "daemonic" in str(error):
+            line += "; an env with processes of its own needs --num-workers 0"
+        raise GameError(f"{line}\n{traceback.format_exc()}") from None
 
 
 # float32 must be able to hold squares of numbers, and sums of squares.
@@ -1396,8 +1425,7 @@ class Game:
 
     def vector(self, obs):
         """Return an observation in its space's shape. Raises FloatingPointError for NaN in it."""
-        # An observation of another shape would be stretched.
-        obs = np.asarray(obs, self.rows["obs"].dtype).reshape(self.shape)
+        obs = as_array(obs, self.shape).astype(self.rows["obs"].dtype)
         # The square must be finite, too: it is used in norms.
         if not math.isfinite(obs @ obs):
             raise FloatingPointError("an observation has NaN, infinity, or too large numbers")
@@ -1621,12 +1649,9 @@ class Player:
         raise GameError(f"{playing[0].place()}: an episode takes over {MOST_STEPS:,} steps")
 
     def close(self):
-        """Close all envs. An error in this is reported, and does not end the run."""
+        """Close all envs."""
         for game in sum(self.games.values(), []):
-            try:
-                game.env.close()
-            except Exception as error:
-                report(f"{game.place()} failed in close: {error}")
+            close_env(game.env, game.place())
 
 
 class Costs:
@@ -1689,7 +1714,7 @@ class Simulations:
 
     def measure_costs(self, model):
         """Play an episode on every level, to know what steps cost. It is not charged."""
-        with closing(make_env(self.args.env, self.args.levels[0])) as env:
+        with closing_env(make_env(self.args.env, self.args.levels[0])) as env:
             in_batches = self.args.failed_reward is None and steps_in_batches(env)
         # One actor in each process is enough, unless actors are stepped together.
         num_actors = num_processes(self.args) * NUM_RANKS
@@ -1777,7 +1802,7 @@ def num_cores():
 
 def num_processes(args):
     """Return the number of processes of each rank that play: no more than there are games."""
-    return min(max(1, args.num_workers), max(1, args.num_envs // NUM_RANKS))
+    return max(1, min(args.num_workers, args.num_envs // NUM_RANKS))
 
 
 class WorkerPool:
@@ -1785,6 +1810,8 @@ class WorkerPool:
 
     `make_player(model, index, count)` makes the player of process `index`, of `count` in all ranks.
     """
+
+    patience = 30  # after so many seconds without an answer a line says so, once
 
     def __init__(self, args, model, make_player):
         # The copy of the model that plays is in memory that all processes of this rank share.
@@ -1799,11 +1826,12 @@ class WorkerPool:
         # A fork shares the memory of all imported libraries, but it is safe on Linux only.
         start_method = "fork" if sys.platform == "linux" else "spawn"
         context = multiprocessing.get_context(start_method)
-        for i in range(num_processes(args)):
+        P = num_processes(args)
+        for i in range(P):
             pipe, end = context.Pipe()
             # A fork has copies of this process's ends of all pipes, which it must close.
             copies = [other for other, _ in self.workers] + [pipe]
-            place = (RANK * num_processes(args) + i, NUM_RANKS * num_processes(args))
+            place = (RANK * P + i, NUM_RANKS * P)
             arguments = (end, copies, args.seed, make_player, self.model, *place)
             process = context.Process(target=work, args=arguments, daemon=True)
             process.start()
@@ -1839,24 +1867,31 @@ class WorkerPool:
         answers = []
         for i, (pipe, process) in enumerate(self.workers):
             try:
+                if not pipe.poll(self.patience):
+                    report(
+                        f"worker {i} has not answered for {self.patience} seconds. If it hangs: "
+                        "threads started before the fork are missing in it, try --num-workers 0"
+                    )
+                    self.patience = None
                 answers.append(pipe.recv())
             except (EOFError, OSError):
                 process.join()
-                answers.append(GameError(f"worker {i} died with exit code {process.exitcode}"))
+                line = f"worker {i} died with exit code {process.exitcode}; try --num-workers 0"
+                answers.append(GameError(line))
         return answers
 
     def close(self):
-        """End the processes: idle ones close their games, busy ones are killed after 10 seconds."""
+        """End the processes: idle ones close their games, busy ones are killed after 8 seconds."""
         if self.player:
             self.player.close()
         for pipe, _ in self.workers:
             pipe.close()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 8
         try:
             for _, process in self.workers:
                 process.join(max(0, end - time.monotonic()))
         finally:
-            # A Ctrl-C may have ended the waiting.
+            # A signal may have ended the waiting.
             for _, process in self.workers:
                 process.kill()
                 process.join()
@@ -1947,6 +1982,7 @@ def average_gradients(model):
 
 
 # ------------------------------------------------------------------------------------ run folder
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they stop a run
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "failures": 0}
 CHARTS = ["episodic_return", "episodic_length", "eval_return", "learning_rate"]
 CHARTS += ["check_return", "level", "seconds", "failures"]
@@ -1991,8 +2027,7 @@ class Run(AbstractContextManager):
 
     def open(self):
         """Make the games, catch signals and open the files."""
-        signals = (signal.SIGINT, signal.SIGTERM)
-        for signum in signals:
+        for signum in SIGNALS:
             self.stack.callback(signal.signal, signum, signal.getsignal(signum))
         if NUM_RANKS > 1:
             dist.init_process_group("gloo", timeout=datetime.timedelta(days=1))
@@ -2000,12 +2035,15 @@ class Run(AbstractContextManager):
         self.sims = self.stack.enter_context(closing(Simulations(self.args, self.model)))
         if self.args.resume:
             self.restore()
-        # A library of the games may catch signals itself, so this comes after them.
-        for signum in signals:
-            signal.signal(signum, self.stop)
+        self.catch_signals()
         if RANK == 0:
             logger = Logger(self.run_dir, self.args, self.history)
             self.logger = self.stack.enter_context(closing(logger))
+
+    def catch_signals(self):
+        """Have signals stop the run, also where a library of the games has caught them itself."""
+        for signum in SIGNALS:
+            signal.signal(signum, self.stop)
 
     @property
     def iteration(self):
@@ -2023,12 +2061,12 @@ class Run(AbstractContextManager):
         return self.seconds() / self.length
 
     def stop(self, signum, _):
-        """Note a signal. A repeat within a second is ignored, a Ctrl-C after that stops at once."""
-        if self.signal is None:
+        """Note a signal. A repeat within a second is ignored, one after that stops at once."""
+        if self.asked is None:
             self.signal = signum
             self.asked = time.monotonic()
-            report("stopping after this iteration; Ctrl-C once more to stop now")
-        elif signum == signal.SIGINT and time.monotonic() > self.asked + 1:
+            report("stopping after this iteration; Ctrl-C or SIGTERM once more to stop now")
+        elif time.monotonic() > self.asked + 1:
             report("stopped at once; iterations since the last checkpoint are lost")
             raise KeyboardInterrupt
 
@@ -2063,6 +2101,7 @@ class Run(AbstractContextManager):
 
         A signal that one rank has received stops all ranks.
         """
+        self.catch_signals()
         agreed = max(gathered_objects(self.signal or 0))
         self.signal = agreed or self.signal
         return self.share_done() < 1 and not agreed
@@ -2152,7 +2191,7 @@ class Run(AbstractContextManager):
         self.recent = state["recent"]
 
     def __exit__(self, kind, *_):
-        """Close everything. First save, unless the code has failed or a Ctrl-C stops at once."""
+        """Close everything. First save, unless the code has failed or a signal stops at once."""
         with self.stack:
             # An iteration that is not logged, since the check after it has failed, is done again.
             if kind is GameError and self.history:
@@ -3176,7 +3215,7 @@ def check_spaces(parser, args):
     """Refuse levels with other spaces than the first, and a --coupling that the env cannot do."""
     first = None
     for number in args.levels:
-        with closing(make_env(args.env, number)) as env:
+        with closing_env(make_env(args.env, number)) as env:
             spaces = (env.observation_space, env.action_space)
             maps = hasattr(env.unwrapped, "map_from")
         first = first or spaces
@@ -3225,7 +3264,7 @@ def main():
         # Once the options are read these are mistakes in code: the traceback is needed.
         if args and isinstance(error, (ImportError, ValueError)):
             raise
-        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        print(f"{Path(__file__).name}: error: {error}".rstrip(), file=sys.stderr)
         return 1 if args else 2
     return 128 + run.signal if run.signal else 0
 

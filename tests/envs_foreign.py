@@ -1,6 +1,8 @@
 """Environments as other people write them: ids `envs_foreign:<id>-v0`, or classes for levels."""
 
+import concurrent.futures
 import decimal
+import multiprocessing
 import random
 
 import gymnasium as gym
@@ -58,6 +60,17 @@ class Double(Small):
         torch.set_default_dtype(torch.float64)
 
 
+class Surrogate(Small):
+    """A network predicts what it shows. Its module has switched gradients off for good."""
+
+    def __init__(self, level=1):
+        torch.set_grad_enabled(False)
+        self.net = torch.nn.Linear(3, 3)
+
+    def see(self):
+        return self.net(torch.ones(3)).numpy()
+
+
 class Lottery(Small):
     """Rewards from all generators that all code of a process shares."""
 
@@ -105,6 +118,79 @@ class Reward(Small):
 
     def pay(self, action):
         return self.reward
+
+
+class Text(Small):
+    """It shows text that looks like numbers, after a while."""
+
+    def see(self):
+        return ["1.5", "2", "3"] if self.t == 2 else np.zeros(3)
+
+
+class Objects(Small):
+    """It shows an array of objects."""
+
+    def see(self):
+        return np.array([None, 1.0, 2.0], object)
+
+
+class Tensor(Small):
+    """It shows a tensor that belongs to a graph of autograd."""
+
+    def see(self):
+        return torch.ones(3, requires_grad=True)
+
+
+class Integers(Small):
+    """It shows numbers of all kinds."""
+
+    KINDS = [[True, False, True], [1, 2, 3], np.float16([1, 2, 3]), torch.ones(3)]
+
+    def see(self):
+        return self.KINDS[self.t % 4]
+
+
+class Pump(Small):
+    """It cannot be closed before its first episode, which makes what it closes."""
+
+    def reset(self, **options):
+        self.simulator = {"is_open": True}
+        return super().reset(**options)
+
+    def close(self):
+        self.simulator.clear()
+
+
+class Parallel(Small):
+    """It has a process of its own."""
+
+    def reset(self, **options):
+        process = multiprocessing.get_context("fork").Process(target=int)
+        process.start()
+        process.join()
+        return super().reset(**options)
+
+
+class ParallelMake(Parallel):
+    """It starts the process when it is made."""
+
+    def __init__(self, level=1):
+        Parallel.reset(self)
+
+    def reset(self, **options):
+        return Small.reset(self, **options)
+
+
+class Gauges(Small):
+    """Threads of its module read what it shows. They do not survive a fork."""
+
+    EXECUTOR = concurrent.futures.ThreadPoolExecutor(1)
+
+    def __init__(self, level=1):
+        self.offset = self.EXECUTOR.submit(float, 0).result()
+
+    def see(self):
+        return np.array([*self.EXECUTOR.map(float, range(3))])
 
 
 class OldReset(Small):
@@ -162,6 +248,17 @@ class Changing(Shop):
         return {"action_mask": [0, 1, 1] if self.t else [1, 1, 0]}
 
 
+class Menu(Shop):
+    """Its mask is in what it shows, and perhaps in info too."""
+
+    observation_space = gym.spaces.Dict(
+        {"state": Small.observation_space, "action_mask": gym.spaces.MultiBinary(3)}
+    )
+
+    def see(self):
+        return {"state": super().see(), "action_mask": np.int8([1, 1, 0])}
+
+
 class Valve(Small):
     """A Box of float64 whose bounds float32 does not have."""
 
@@ -199,8 +296,20 @@ ENVS = {
     "Shop-array": (Shop, {"mask": np.int8([0, 1, 1])}),
     "Shop-nan": (Shop, {"mask": [1, 1, float("nan")]}),
     "Shop-reset": (Shop, {"mask": [1, 1, 0], "after": [0]}),
+    "Shop-late": (Shop, {"mask": [1, 1, 0], "after": [1, 2, 3, 4, 5]}),
     "Shop-no_method": (Shop, {"attribute": "action_masks"}),
+    "Menu": (Menu, {}),
+    "Menu-info": (Menu, {"mask": [1, 1, 0]}),
     "Valve": (Valve, {}),
+    "Surrogate": (Surrogate, {}),
+    "Text": (Text, {}),
+    "Objects": (Objects, {}),
+    "Tensor": (Tensor, {}),
+    "Integers": (Integers, {}),
+    "Pump": (Pump, {}),
+    "Parallel": (Parallel, {}),
+    "ParallelMake": (ParallelMake, {}),
+    "Gauges": (Gauges, {}),
 }
 for name, (env, options) in ENVS.items():
     if f"{name}-v0" not in gym.registry:

@@ -339,6 +339,25 @@ def test_mistakes_in_a_users_file(refused, outcome, tmp_path):
     refused(f"--env {tmp_path}/other.py:make --levels 1", "No module named 'nope'")
 
 
+@pytest.mark.parametrize(
+    "script, form",
+    [(ppo, "{}:Rig-v0"), (ppo_multilevel, "{}:make"), (ppo_multilevel, "{}.py:make")],
+    indirect=["script"],
+)
+def test_module_that_has_options_of_its_own(script, outcome, tmp_path, monkeypatch, form):
+    """It ends the program, as argparse does, while it is imported. The last line names it."""
+    name = f"rig_{script.__name__}"
+    text = "import argparse\nargparse.ArgumentParser().parse_args()\n"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    levels = ["--levels", "1"] if script is ppo_multilevel else []
+    code, error = outcome(["--env", form.format(name), *levels])
+    *_, argparses, line = error.splitlines()
+    assert code == 2 and "unrecognized arguments: --env" in argparses
+    assert line.startswith(f"{script.__name__}.py: error: ")
+    assert name in line and line.endswith(" ended the program on import, exit code 2")
+
+
 @each_main
 def test_module_in_the_working_folder(script, outcome, tmp_path):
     """--env finds a module that lies where one works, and so does a worker."""

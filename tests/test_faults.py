@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -18,14 +19,16 @@ import torch
 from test_pool import all_ended, wait_until
 
 import ppo
+import ppo_atari
 import ppo_multilevel as ml
 
-SMALL = "--num-minibatches 2 --update-epochs 1 --num-envs 4 --hidden 8 --eval-every 0".split()
+SMALL = "--num-minibatches 2 --update-epochs 1 --num-envs 4 --eval-every 0".split()
 OWN = {
-    ppo: "--num-steps 16".split(),
-    ml: "--levels 1 2 --num-steps 16 8 --level-costs 1 1 1 --schedule together".split(),
+    ppo: "--num-steps 16 --hidden 8".split(),
+    ppo_atari: "--num-steps 2 --precision fp32 --device cpu".split(),
+    ml: "--levels 1 2 --num-steps 16 8 --level-costs 1 1 1 --schedule together --hidden 8".split(),
 }
-GOOD = {ppo: "CartPole-v1", ml: "envs:make"}
+GOOD = {ppo: "CartPole-v1", ppo_atari: "Breakout", ml: "envs:make"}
 both = pytest.mark.parametrize("script", [ppo, ml], ids=lambda script: script.__name__)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="uses /proc and forks")
 
@@ -69,7 +72,7 @@ def test_game_that_raises(script, tmp_path, capsys, where, num_workers):
     env = f"envs:Trouble-{where}-v0" if script is ppo else f"envs:make_{where}"
     more = ["--env", env, "--num-workers", num_workers]
     assert run_main(script, *words(script, tmp_path, *more)) == 1
-    first, *rest = capsys.readouterr().err.strip().splitlines()
+    first, *rest = capsys.readouterr().err.splitlines()
     name = env if script is ppo else f"{env} level 2"
     steps = 4 if where == "step" else 0
     place = rf"{name} \(seed \d+, episode 1, after {steps} steps\)"
@@ -178,7 +181,7 @@ def test_game_that_raises_keyboard_interrupt(tmp_path, capfd, monkeypatch, num_w
     if num_workers == "0":
         assert error == ""
     else:
-        assert error.endswith("ppo.py: error: worker 0 died with exit code 1\n")
+        assert error.endswith("worker 0 died with exit code 1; try --num-workers 0\n")
         assert error.count("Traceback") == 1
     assert multiprocessing.active_children() == []
 
@@ -234,9 +237,8 @@ def test_worker_that_dies_during_an_update(tmp_path, capfd, monkeypatch):
 
     monkeypatch.setattr(ppo, "update", update)
     assert run_main(ppo, *words(ppo, tmp_path, "--num-workers", "2")) == 1
-    assert re.fullmatch(
-        r"ppo.py: error: worker [01] died with exit code -9\n", capfd.readouterr().err
-    )
+    line = r"ppo.py: error: worker [01] died with exit code -9; try --num-workers 0\n"
+    assert re.fullmatch(line, capfd.readouterr().err)
     assert multiprocessing.active_children() == []
     (run_dir,) = tmp_path.iterdir()
     assert saved(ppo, run_dir) == 1 and iterations(run_dir) == [1]
@@ -467,6 +469,8 @@ def test_loss_that_is_no_number(tmp_path, capsys, monkeypatch):
 
 # Signals ------------------------------------------------------------------------------------------
 
+STOPPING = "stopping after this iteration; Ctrl-C or SIGTERM once more to stop now"
+
 
 @both
 @pytest.mark.parametrize(
@@ -497,8 +501,7 @@ def test_signal(script, tmp_path, capsys, monkeypatch, during, call, signum, las
 
         patch.setattr(script, during, function)
         assert run_main(script, *words(script, tmp_path, *more)) == 128 + signum
-    line = "stopping after this iteration; Ctrl-C once more to stop now\n"
-    assert capsys.readouterr().err == line
+    assert capsys.readouterr().err == f"{STOPPING}\n"
     (run_dir,) = tmp_path.iterdir()
     assert saved(script, run_dir) == last
     assert iterations(run_dir) == list(range(last + 1))
@@ -511,13 +514,15 @@ def test_signal(script, tmp_path, capsys, monkeypatch, during, call, signum, las
 
 
 @linux
-@pytest.mark.parametrize("num_workers", ["0", "1"])
-def test_ctrl_c_once_more(tmp_path, capsys, monkeypatch, num_workers):
-    """One more than a second later stops at once, though a game hangs. SIGTERM never does.
+@pytest.mark.parametrize(
+    "num_workers, last", [("0", signal.SIGINT), ("1", signal.SIGINT), ("1", signal.SIGTERM)]
+)
+def test_signal_once_more(tmp_path, capsys, monkeypatch, num_workers, last):
+    """One more than a second later stops at once, though a game hangs.
 
     A signal of the same second is the same request: torchrun and batch systems send two.
     """
-    signals = [signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT]
+    signals = [signal.SIGINT, signal.SIGINT, signal.SIGTERM, last]
     received = []
     real_stop = ppo.Run.stop
 
@@ -525,7 +530,7 @@ def test_ctrl_c_once_more(tmp_path, capsys, monkeypatch, num_workers):
         received.append(signum)
         real_stop(run, signum, frame)
 
-    times = iter([0.0, 0.9, 1.1, *range(100, 999, 20)])  # a SIGTERM does not look at the clock
+    times = iter([0.0, 0.8, 0.9, 1.1, *range(100, 999, 20)])
     main = os.getpid()
     steps = []
     real = ppo.Game.step
@@ -548,10 +553,74 @@ def test_ctrl_c_once_more(tmp_path, capsys, monkeypatch, num_workers):
     assert received == signals
     assert multiprocessing.active_children() == []
     first, second = capsys.readouterr().err.splitlines()
-    assert first == "stopping after this iteration; Ctrl-C once more to stop now"
+    assert first == STOPPING
     assert second == "stopped at once; iterations since the last checkpoint are lost"
     (run_dir,) = tmp_path.iterdir()
     assert saved(ppo, run_dir) == 1 and iterations(run_dir) == [1]
+
+
+@pytest.mark.parametrize("script", [ppo, ml, ppo_atari], ids=lambda script: script.__name__)
+def test_env_that_takes_the_signals(script, tmp_path, capsys, monkeypatch):
+    """A window library may catch them when an env is made. The run has them back after that."""
+    taken = []
+    real = script.make_env
+
+    def make_env(*arguments, **options):
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, lambda *received: taken.append(received))
+        return real(*arguments, **options)
+
+    def rollout(*arguments):
+        calls.append(1)
+        if len(calls) == call:
+            signal.raise_signal(signal.SIGTERM)
+        return real_rollout(*arguments)
+
+    real_rollout = script.rollout
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr(script, "make_env", make_env)
+    monkeypatch.setattr(script, "rollout", rollout)
+    # Whole games of Atari would take long.
+    monkeypatch.setattr(ppo_atari.Player, "play_episodes", lambda player, seeds: np.zeros(1))
+    more = "--eval-every 1 --eval-episodes 1 --num-iterations 3".split()
+    try:
+        # The second one comes after an evaluation, which makes envs.
+        for call in (1, 4 if script is ml else 2):
+            calls = []
+            log_dir = tmp_path / str(call)
+            assert run_main(script, *words(script, log_dir, *more)) == 128 + signal.SIGTERM
+            assert capsys.readouterr().err == f"{STOPPING}\n"
+    finally:
+        for signum, handler in zip((signal.SIGINT, signal.SIGTERM), handlers):
+            signal.signal(signum, handler)
+    assert taken == []
+
+
+@linux
+def test_threads_that_a_fork_has_lost(tmp_path, capsys, monkeypatch):
+    """A worker hangs for want of them. A line names the fork, and two signals end the run."""
+    lines = []
+
+    def stop_twice():
+        assert wait_until(lambda: len(lines) == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert wait_until(lambda: len(lines) == 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    times = iter([0.0, 1.1, *range(100, 999, 20)])
+    clock = SimpleNamespace(monotonic=lambda: next(times), perf_counter=time.perf_counter)
+    monkeypatch.setattr(ppo, "time", clock)
+    monkeypatch.setattr(ppo, "report", lines.append)
+    monkeypatch.setattr(ppo.WorkerPool, "patience", 0.3)
+    options = words(ppo, tmp_path, "--env", "envs_foreign:Gauges-v0", "--num-workers", "2")
+    thread = threading.Thread(target=stop_twice)
+    thread.start()
+    assert run_main(ppo, *options) == 128 + signal.SIGINT
+    thread.join()
+    assert multiprocessing.active_children() == []
+    silent, first, second = lines
+    assert re.match("worker 0 has not answered for 0.3 seconds.*the fork.*--num-workers 0", silent)
+    assert first == STOPPING and second.startswith("stopped at once; ")
 
 
 def test_signal_that_cannot_be_reported(tmp_path, monkeypatch):
@@ -610,7 +679,7 @@ def test_program_that_is_stopped(tmp_path, how):
     program.join(30)
     signum = signal.SIGTERM if how == "two SIGTERM" else signal.SIGINT
     assert program.exitcode == 128 + signum
-    assert output.read_text() == "stopping after this iteration; Ctrl-C once more to stop now\n"
+    assert output.read_text() == f"{STOPPING}\n"
     assert len(children) == 2 and all_ended(children)
     (run_dir,) = log_dir.iterdir()
     assert saved(ppo, run_dir) == iterations(run_dir)[-1] > 2

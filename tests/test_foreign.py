@@ -2,12 +2,15 @@
 
 import os
 import random
+import re
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 import ppo
+import ppo_atari
 import ppo_multilevel as ml
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Gymnasium's, on the old API
@@ -64,6 +67,28 @@ def test_default_type(case, tmp_path):
         torch.set_default_dtype(torch.float32)
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
     assert np.isfinite(run.history[-1]["eval_return"])
+
+
+@both
+@pytest.mark.parametrize("num_workers", ["0", "2"])
+def test_gradients_that_are_off(script, num_workers, tmp_path):
+    """Learning switches them on for itself. A surrogate may have switched them off."""
+    more = ["--eval-every", "1", "--num-workers", num_workers]
+    try:
+        run = script.train(parse(script, tmp_path, "Surrogate", *more))
+        assert not torch.is_grad_enabled()  # the env keeps what it wants
+    finally:
+        torch.set_grad_enabled(True)
+    assert np.isfinite(run.history[-1]["policy_loss"])
+
+
+def test_gradients_that_are_off_for_atari(tmp_path):
+    """The third script does the same."""
+    words = "--env Breakout --num-envs 2 --num-steps 2 --num-minibatches 2 --num-iterations 1"
+    words += " --num-workers 0 --precision fp32 --device cpu --quiet"
+    with torch.no_grad():
+        run = ppo_atari.train(ppo_atari.parse_args([*words.split(), "--log-dir", str(tmp_path)]))
+    assert np.isfinite(run.history[-1]["policy_loss"])
 
 
 @both
@@ -153,6 +178,30 @@ def test_rewards_that_are_numbers(tmp_path):
     assert run.history[-1]["episodic_return"] == 5
 
 
+@both
+@pytest.mark.parametrize(
+    "name, doing, error",
+    [
+        ("Text", "step", "TypeError: an observation is of type <U3, which is no number"),
+        ("Objects", "reset", "TypeError: an observation is of type object, which is no number"),
+        ("Tensor", "reset", "RuntimeError: Can't call numpy() on Tensor that requires grad"),
+    ],
+)
+def test_observations_that_are_no_numbers(script, name, doing, error, tmp_path):
+    """They are an error with the place, also where NumPy would convert them."""
+    with pytest.raises(script.GameError) as failure:
+        script.train(parse(script, tmp_path, name))
+    first = str(failure.value).partition("\n")[0]
+    assert re.match(rf"envs_foreign:{name}.* \(seed \d+, episode 1, after \d steps\) failed", first)
+    assert f" failed in {doing}: {error}" in first
+
+
+@both
+def test_observations_that_are_numbers(script, tmp_path):
+    """Flags, integers, short floats and tensors are numbers."""
+    assert script.train(parse(script, tmp_path, "Integers")).iteration == 2
+
+
 @pytest.mark.parametrize("form", ["additive", "large", "indices", "nan"])
 def test_masks_that_are_no_flags(form, tmp_path):
     """They are refused: read as flags they would allow what is forbidden."""
@@ -171,13 +220,25 @@ def test_masks_that_are_flags(form, least, most, tmp_path):
     assert run.args.action_masks
 
 
-@pytest.mark.parametrize("where, doing", [("reset", "step"), ("no_method", "reset")])
+@pytest.mark.parametrize(
+    "where, doing", [("reset", "step"), ("late", "step"), ("no_method", "reset")]
+)
 def test_masks_in_some_places_only(where, doing, tmp_path):
     """A mask that is missing once is an error. --no-action-masks ignores masks."""
     with pytest.raises(ppo.GameError, match=f"failed in {doing}: "):
         ppo.train(parse(ppo, tmp_path, f"Shop-{where}"))
     run = ppo.train(parse(ppo, tmp_path, f"Shop-{where}", "--no-action-masks"))
     assert run.history[-1]["episodic_return"] > 0
+
+
+def test_masks_in_observations(tmp_path):
+    """They are not used unseen. Masks in info are, and --no-action-masks ignores both."""
+    with pytest.raises(ValueError, match="argument --action-masks: .* give it in info"):
+        parse(ppo, tmp_path, "Menu")
+    run = ppo.train(parse(ppo, tmp_path, "Menu", "--no-action-masks"))
+    assert run.history[-1]["episodic_return"] > 0
+    run = ppo.train(parse(ppo, tmp_path, "Menu-info"))
+    assert run.history[-1]["episodic_return"] == 0  # the third action, which pays, is forbidden
 
 
 def test_actions_of_a_float64_box(tmp_path):
@@ -188,6 +249,35 @@ def test_actions_of_a_float64_box(tmp_path):
         state["model"]["head.output.bias"].fill_(bias)
         torch.save(state, run.run_dir / "checkpoint.pt")
         assert evaluate(ppo, run) == pytest.approx(-5 * bound)  # the env looks at each action
+
+
+# Processes and threads ----------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("num_workers", ["0", "1"])
+def test_close_before_reset(script, num_workers, tmp_path, capfd):
+    """An error in it is told, and the run goes on: at first only the env's spaces are looked at."""
+    run = script.train(parse(script, tmp_path, "Pump", "--num-workers", num_workers))
+    assert run.iteration == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) >= 2
+    for line in lines:
+        assert re.fullmatch(r"<.*Pump.*> failed in close: 'Pump' object has no .*'simulator'", line)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@both
+def test_processes_of_an_env(script, tmp_path, capfd):
+    """A worker cannot have them. The line says what to do, and this process can."""
+    more = ["--num-workers", "1"]
+    with pytest.raises(script.GameError, match="in reset: .*daemonic.* needs --num-workers 0\n"):
+        script.train(parse(script, tmp_path, "Parallel", *more))
+    with pytest.raises(script.GameError, match="worker 0 died .*; try --num-workers 0$"):
+        script.train(parse(script, tmp_path, "ParallelMake", *more))
+    assert "daemonic" in capfd.readouterr().err
+    for name in ("Parallel", "ParallelMake"):
+        assert script.train(parse(script, tmp_path, name)).iteration == 2
 
 
 # Numbers of any scale -----------------------------------------------------------------------------

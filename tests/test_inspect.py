@@ -234,6 +234,13 @@ class Broken(Pendulum):
         return super().reset(seed=seed)
 
 
+class Clinging(Pendulum):
+    """It cannot be closed."""
+
+    def close(self):
+        raise OSError("the licence server has gone")
+
+
 class OldApi(Pendulum):
     """It has the interface of Gym, Gymnasium's predecessor."""
 
@@ -306,6 +313,7 @@ FLAWS = {
     Still: [CHECK],
     Mapped: [CHECK],
     Unbounded: [CHECK],
+    Clinging: [CHECK],
     Unseeded: [DIFFER, DIFFER_2, CHECK],
     Lottery: [DIFFER, DIFFER_2, CHECK],
     Unlike: [UNLIKE, CHECK],

@@ -344,10 +344,22 @@ def test_ctrl_c_in_a_command():
 def test_worker_that_dies(pool):
     """The error says how, whether the worker dies at work or has died before."""
     for _ in range(2):
-        with pytest.raises(ppo.GameError, match="^worker 0 died with exit code -9$"):
+        with pytest.raises(ppo.GameError, match="^worker 0 died with exit code -9; try --num-w"):
             pool.call("die")
     # The other worker has answered each time.
     assert not pool.workers[1][0].poll()
+
+
+def test_worker_that_does_not_answer(monkeypatch, capsys):
+    """A line tells of it, once. The pool waits on."""
+    monkeypatch.setattr(ppo.WorkerPool, "patience", 0.1)
+    with closing(make_pool(num_workers=1)) as pool:
+        for _ in range(2):
+            assert pool.call("wait", 0.3) == [None]
+    assert capsys.readouterr().err == (
+        "worker 0 has not answered for 0.1 seconds. If it hangs: threads started before the fork "
+        "are missing in it, try --num-workers 0\n"
+    )
 
 
 def test_player_that_cannot_be_made(capfd):
@@ -363,7 +375,7 @@ def test_player_that_cannot_be_made(capfd):
     if sys.platform == "linux":
         args.num_workers = 1
         with closing(ppo.WorkerPool(args, torch.nn.Linear(1, 1), make_player)) as pool:
-            with pytest.raises(ppo.GameError, match="^worker 0 died with exit code 1$"):
+            with pytest.raises(ppo.GameError, match="^worker 0 died with exit code 1; try --num-w"):
                 pool.call("where")
         assert capfd.readouterr().err.endswith("RuntimeError: broken on purpose\n")
 
@@ -395,10 +407,10 @@ def test_close_while_answers_are_sent(pool):
 
 
 def test_busy_workers_are_killed(pool, monkeypatch):
-    """All together have ten seconds, by a clock on which nine of them pass at once."""
+    """All together have eight seconds, by a clock on which seven of them pass at once."""
     send(pool, "wait", 60)
     began = time.monotonic()
-    clock = itertools.count(began, 9)
+    clock = itertools.count(began, 7)
     monkeypatch.setattr(ppo, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     pool.close()
     assert 0.9 < time.monotonic() - began < 5

@@ -237,12 +237,12 @@ def test_unequal_shares(tmp_path, capsys, monkeypatch):
 
 
 def test_signals_of_ranks(tmp_path, monkeypatch):
-    """A signal that comes while the ranks agree counts next time; a second one is no Ctrl-C."""
+    """A signal that comes while the ranks agree counts next time; a second one is the same."""
     run = object.__new__(ppo.Run)
     run.args = ppo.parse_args(["--log-dir", str(tmp_path)])
     run.counters = dict(ppo.COUNTERS)
-    run.signal = None
-    before = signal.signal(signal.SIGTERM, run.stop)
+    run.signal = run.asked = None
+    before = [(signum, signal.getsignal(signum)) for signum in ppo.SIGNALS]
 
     def gathered_objects(value):
         signal.raise_signal(signal.SIGTERM)
@@ -253,7 +253,18 @@ def test_signals_of_ranks(tmp_path, monkeypatch):
         assert run.goes_on()
         assert not run.goes_on() and run.signal == signal.SIGTERM
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before:
+            signal.signal(signum, handler)
     run.asked -= 2
     with pytest.raises(KeyboardInterrupt):
-        run.stop(signal.SIGINT, None)
+        run.stop(signal.SIGTERM, None)
+
+
+def test_signal_after_that_of_another_rank():
+    """A rank that stops since another one was asked to is then asked itself, as torchrun does."""
+    run = object.__new__(ppo.Run)
+    run.signal = signal.SIGTERM  # the other rank's
+    run.asked = None
+    run.stop(signal.SIGTERM, None)
+    run.stop(signal.SIGTERM, None)
+    assert run.signal == signal.SIGTERM

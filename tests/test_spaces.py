@@ -462,7 +462,7 @@ def test_no_action_masks(tmp_path):
     """--no-action-masks, or an env without a mask: neither games nor model know of any."""
     for env, *options in (["Masked-multi-info", "--no-action-masks"], ["CartPole-v1"]):
         args, model, pool = started(tmp_path, env, *options)
-        assert args.action_masks is False
+        assert not args.action_masks
         assert "action_mask" not in pool.player.rows and model.inputs == ["obs"]
     with pytest.raises(ppo.GameError, match="forbidden"):
         ppo.train(parse(tmp_path, "Masked-multi-info", "--no-action-masks"))

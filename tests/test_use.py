@@ -207,6 +207,9 @@ class Drawn(envs.Levels):
         self.state += self.evaluation
         return self.psi(), {}
 
+    def close(self):
+        del self.state  # there is none before the first episode
+
     def render(self):
         return np.full((64, 64, 3), np.clip(128 + 50 * self.state[0], 0, 255), np.uint8)
 

@@ -234,7 +234,7 @@ def main(argv=None):
     envs = [ml.make_env(ml.env_name(args.env), number) for number in args.levels]
     options = inspect(args.levels, envs)
     for env in envs:
-        env.close()
+        ml.close_env(env, env)
     print("\nWhen the simulation is as you want it, train:\n")
     words = ["--env", args.env, "--levels", *map(str, args.levels), *options]
     print(shlex.join(["python", "ppo_multilevel.py", *words]))

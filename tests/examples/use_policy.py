@@ -67,7 +67,7 @@ def film(script, args, model, folder):
 
     with closing(ml.Player(args, model)) as player:
         (game,) = player.games["evaluation"]
-        game.env.close()
+        ml.close_env(game.env, game.place())
         env = ml.make_env(args.env, args.levels[-1], evaluation=True, render_mode="rgb_array")
         game.env = gym.wrappers.RecordVideo(env, folder, episode_trigger=lambda k: k == 0)
         player.play_episodes(["evaluation"], [ml.EVAL_SEED])
