@@ -634,12 +634,14 @@ class Adaptive:
     noise of the actions. A step
     along a gradient with that cosine is worth about ρ² as many samples as one of the finest level.
     So the rule trains on the level with the largest trust · ρ² / seconds. It measures ρ now and
-    then. The trust tells what ρ cannot: whether the level still has something to teach.
+    then, and takes it for 1 before. The trust tells what ρ cannot: whether the level still has
+    something to teach.
 
     A level keeps the run for a window of some iterations. Then a *check* plays episodes on the
     finest level with the policy's mode, always from the same starts. If the best check has risen by
     more than its noise, the level's trust becomes 1. That of all others doubles, up to 1: the
     policy has changed, so what they failed at is past. Without a gain the level's trust is halved.
+    While no window has gained, such a failure says that ρ may be far from 1, so ρ is measured.
     If, besides, the latest check is below the best one, training goes back to the best parameters,
     unless the level's own returns still rise (`progress_is_hidden`). The best parameters by the
     checks are the run's result.
@@ -665,6 +667,7 @@ class Adaptive:
         self.rho = torch.ones(L, dtype=torch.float64)  # 1 until it is measured
         self.measured_at = 0.0  # when ρ was measured last, in seconds
         self.measurements = 0  # how often ρ was measured
+        self.has_gained = False  # whether any window has gained
         self.refit = False  # whether to refit V, see `refit_values`
         self.best = None  # the model's state at the best check
         self.best_optimizer = None  # the optimizer's state there
@@ -736,9 +739,12 @@ class Adaptive:
         if gains.mean() > self.ERRORS * error:
             self.trust = (2 * self.trust).clamp(max=1)
             self.trust[self.level] = 1
+            self.has_gained = True
             return
 
         self.trust[self.level] /= 2
+        if self.early_measurement_is_due(run):
+            self.measure(run)
         is_worse = self.latest_returns.mean() < self.best_returns.mean()
         if is_worse and not self.progress_is_hidden():
             self.go_back(run)
@@ -797,13 +803,23 @@ class Adaptive:
 
     def measurement_is_due(self, run):
         """Whether the time since ρ was measured pays for measuring it again."""
+        affordable = self.MEASURE_SHARE * (run.seconds() - self.measured_at)
+        is_time = run.seconds() >= 1.5 * self.measured_at
+        return is_time and self.measurement_seconds(run) <= affordable
+
+    def early_measurement_is_due(self, run):
+        """Whether no window has gained, and the whole run pays for measuring ρ now."""
+        needed = self.measurement_seconds(run)
+        share_of_run = needed / run.seconds() * run.share_done()
+        is_affordable = needed <= run.seconds() and share_of_run <= self.MEASURE_SHARE
+        return is_affordable and not self.has_gained and not self.measurements
+
+    def measurement_seconds(self, run):
+        """Return how long it takes to measure ρ."""
         costs = [run.sims.costs.step(level) for level in range(len(self.rho))]
         episodes = num_rounds(self.args) * self.args.num_envs
         on_the_finest = episodes / self.args.check_episodes * self.check_seconds
-        needed = on_the_finest * sum(costs) / costs[-1]
-        affordable = self.MEASURE_SHARE * (run.seconds() - self.measured_at)
-        is_time = needed <= affordable and run.seconds() >= 1.5 * self.measured_at
-        return is_time and len(costs) > 1
+        return on_the_finest * sum(costs) / costs[-1]
 
     def measure(self, run):
         """Measure ρ of all levels. Afterwards the games of training start anew."""

@@ -72,6 +72,7 @@ def adaptive(monkeypatch):
         rule = ml.Adaptive(args)
         run = FakeRun(args)
         monkeypatch.setattr(rule, "measurement_is_due", lambda run: False)
+        monkeypatch.setattr(rule, "early_measurement_is_due", lambda run: False)
         run.model.obs_norm = ml.RunningNorm() if norm_obs else None
         run.checks.append((0.0, 0.0))
         assert rule.begin(run)["check_return"] == 0.0
@@ -237,15 +238,13 @@ def test_values_are_fitted_on_another_level(adaptive):
 
 @pytest.mark.parametrize("levels", [1, 2])
 def test_one_level(adaptive, levels):
-    """Of a single level there is nothing to choose, and nothing to measure."""
+    """Of a single level there is nothing to choose."""
     rule, run = adaptive(levels=levels)
     chosen = set()
     for _ in range(3):
         chosen.add(rule.level)
         window(rule, run, -1.0)
     assert chosen == set(range(levels))
-    run.sims.costs.total = 1e9
-    assert ml.Adaptive.measurement_is_due(rule, run) == (levels > 1)
 
 
 def test_when_a_measurement_is_due(adaptive, monkeypatch):
@@ -260,6 +259,56 @@ def test_when_a_measurement_is_due(adaptive, monkeypatch):
         for run.sims.costs.total in (due - 1, due + 1):
             found.append(ml.Adaptive.measurement_is_due(rule, run))
         assert found == [False, True]
+
+
+@pytest.mark.parametrize(
+    "seconds, share, gained, measured, due",
+    [
+        (631, 0.05, False, 0, True),
+        (629, 0.04, False, 0, False),  # training has not taken as long as the measurement takes
+        (1260, 0.101, False, 0, False),  # that is over 5 % of a run of 12,475 seconds
+        (1260, 0.099, False, 0, True),
+        (1260, 0.099, True, 0, False),
+        (1260, 0.099, False, 1, False),
+    ],
+)
+def test_when_an_early_measurement_is_due(
+    adaptive, monkeypatch, seconds, share, gained, measured, due
+):
+    """60 episodes on each level take 630 seconds, see the test above."""
+    monkeypatch.setattr(ml.Adaptive, "MEASURE_SHARE", 0.05)
+    rule, run = adaptive()
+    run.sims.costs.total = seconds
+    run.share = share
+    rule.has_gained = gained
+    rule.measurements = measured
+    assert ml.Adaptive.early_measurement_is_due(rule, run) == due
+
+
+def test_first_failure_is_judged_by_the_measured_rho(adaptive, monkeypatch):
+    """The level's own returns rise, but it turns out not to agree with the finest one."""
+    rule, run = adaptive()
+
+    def measure(run):
+        rule.rho[0] = 0.3
+
+    monkeypatch.setattr(rule, "early_measurement_is_due", lambda run: True)
+    monkeypatch.setattr(rule, "measure", measure)
+    with torch.no_grad():
+        run.model.weight.fill_(7.0)
+    own = np.arange(8.0) + 0.01 * (-1) ** np.arange(8)
+    assert window(rule, run, -1.0, own_returns=own.tolist()) == 8
+    assert float(run.model.weight.detach()) != 7.0  # back to the best parameters
+    assert rule.level == 1
+
+
+def test_a_gain_makes_an_early_measurement_needless(adaptive):
+    """A window that gains says that the level agrees well enough."""
+    rule, run = adaptive()
+    window(rule, run, -1.0)
+    assert not rule.has_gained
+    window(rule, run, 1.0)
+    assert rule.has_gained
 
 
 @pytest.mark.parametrize("rho", [1.0, 0.89])

@@ -88,8 +88,14 @@ class Single(ml.Adaptive):
         return mean
 
 
+class Fitted(ml.Adaptive):
+    """The script's rule on one level: V is fitted at first, and checks choose the best policy."""
+
+    MEASURE_SHARE = 0  # nothing is measured: ρ of the only level is 1
+
+
 make_teams = ml.make_teams  # the script's own
-RULES = {"multigrid": Multigrid, "single": Single, "adaptive": ml.Adaptive}
+RULES = {"multigrid": Multigrid, "single": Single, "adaptive": Fitted}
 
 
 def main():
