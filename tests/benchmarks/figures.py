@@ -1,13 +1,12 @@
 """Figures of the recorded results: python tests/benchmarks/figures.py [NAME ...]
 
-`reservoir` trains a policy first, in runs/reservoir, seed 1, and records what `lead` shows of it.
-`opm` needs a run, too. The others need the results only, and are made if no name is given.
+With --record it first trains a policy, in runs/reservoir, seed 1, and records the reservoir that
+`lead` shows.
 """
 
 import argparse
 import json
 import sys
-from contextlib import closing
 
 import matplotlib
 
@@ -307,135 +306,44 @@ def atari():
     return figure
 
 
-def pictures():
-    """Breakout as it is, and as the policy sees it."""
-    import ppo_atari
-
-    args = ppo_atari.parse_args(["--env", "Breakout"])
-    rows = {name: tensor.numpy() for name, tensor in ppo_atari.make_rows(args, 1).items()}
-    game = ppo_atari.Game(args, rows, 0)
-    with closing(game.env):
-        game.start(seed=1, t=0)
-        for t in range(60):
-            game.step(t, [2, 2, 3, 0][t % 4])
-        frame = game.ale.getScreenRGB()
-    figure, axes = plt.subplots(1, 5, figsize=(WIDTH, 2.2), width_ratios=[1.1, 1, 1, 1, 1])
-    axes[0].imshow(frame)
-    axes[0].set_title("Breakout")
-    for i, ax in enumerate(axes[1:]):
-        ax.imshow(game.obs[..., i], cmap="gray")
-        ax.set_title(("three actions ago", "two", "one", "now")[i])
-    for ax in axes:
-        ax.axis("off")
-    figure.tight_layout()
-    return figure
-
-
-# ------------------------------------------------------------------------------------ reservoirs
-def learned(args):
-    """Return the mode of a run's policy as a function obs → action."""
-    import ppo_multilevel as ml
-
-    model = ml.make_model(args)
-    model.load_state_dict(ml.read_checkpoint(args.eval)["model"])
-    policy = ml.Policy(model)
-
-    def control(obs):
-        return ml.to_env(policy.act(obs[np.newaxis]), model.action_space)[0]
-
-    return control
-
-
-def play(env, obs, control):
-    """Play an episode on from its first observation. Returns its return."""
-    total, over = 0.0, False
-    while not over:
-        obs, reward, over, *_ = env.step(control(obs))
-        total += reward
-    return total
-
-
-def drawn(env):
-    """Return a picture (ny, nx, 3) of a reservoir: oil brown, water blue, wells white and red."""
-    import ppo_multilevel as ml
-
-    water = ml.refine(env.s, env.case.grids[-1])[..., None].clip(0, 1)
-    image = (1 - water) * [84, 52, 30] + water * [44, 123, 214]
-    image[env.case.injectors] = 255, 255, 255
-    image[env.case.producers] = 230, 30, 30
-    return image.astype(np.uint8)
-
-
-def reservoir():
-    """The first evaluation field on three levels after an episode with a learned policy.
-
-    Records what `lead` shows of it.
-    """
+# ------------------------------------------------------------------------------------ reservoir
+def record_reservoir():
+    """Record what `lead` shows of the first evaluation field, after training a policy."""
     import ppo_multilevel as ml
 
     if not (ROOT / "runs/reservoir").exists():
         where = ["--log-dir", str(ROOT / "runs"), "--run-name", "reservoir", "--quiet"]
         ml.train(ml.parse_args(["--env", "ResSim-v1", *where]))
     args = ml.parse_args(["--eval", str(ROOT / "runs/reservoir")])
-    control = learned(args)
+    model = ml.make_model(args)
+    model.load_state_dict(ml.read_checkpoint(args.eval)["model"])
+    policy = ml.Policy(model)
+
     record = {"origin": json.dumps(pairs.origin())}
-    figure, axes = plt.subplots(1, 4, figsize=(WIDTH, 2.4))
-    for ax, level in zip(axes[1:], SHOWN, strict=True):
+    for level in SHOWN:
         env = ml.make_env(args.env, level, evaluation=True)
         obs, _ = env.reset(seed=0, options={"field": 0})
-        total = play(env, obs, control)
+        total = 0.0
+        over = False
+        while not over:
+            action = ml.to_env(policy.act(obs[np.newaxis]), env.action_space)[0]
+            obs, reward, over, *_ = env.step(action)
+            total += reward
         record[f"return_{level}"] = total
         record[f"water_{level}"] = env.unwrapped.s.clip(0, 1).astype(np.float16)
-        ax.imshow(drawn(env.unwrapped))
-        cells = "×".join(map(str, env.unwrapped.grid.shape))
-        ax.set_title(f"{cells} cells: {total:.3f} of the oil")
-    axes[0].imshow(np.log(env.unwrapped.grid.perm[0] / ml.MILLIDARCY), cmap="viridis")
-    axes[0].set_title("log permeability")
-    for ax in axes:
-        ax.axis("off")
     np.savez_compressed(RESULTS / "reservoir.npz", **record)
-    figure.tight_layout()
-    return figure
-
-
-def opm():
-    """The rock of an evaluation of OPM Flow after an episode: equal rates, a rule, a policy.
-
-    The policy is that of the run runs/opm_flow, which examples/opm_flow.py has the command for.
-    """
-    import ppo_multilevel as ml
-
-    sys.path.insert(0, str(ROOT / "tests" / "examples"))
-    import opm_flow
-
-    args = ml.parse_args(["--eval", str(ROOT / "runs/opm_flow")])
-    controls = {"equal rates": opm_flow.equal, "hand-written": opm_flow.against_water}
-    controls["learned policy"] = learned(args)
-    figure, axes = plt.subplots(1, 4, figsize=(WIDTH, 2.4))
-    for ax, (name, control) in zip(axes[1:], controls.items()):
-        env = opm_flow.Flow(args.levels[-1])
-        obs, _ = env.reset(seed=ml.EVAL_SEED)
-        total = play(env, obs, control)
-        ax.imshow(env.render())
-        ax.set_title(f"{name}: {total:.3f}")
-        env.close()
-    env = opm_flow.Flow(args.levels[-1])
-    env.np_random = np.random.default_rng(ml.EVAL_SEED)
-    axes[0].imshow(np.log(env.draw_permeability()), cmap="viridis")
-    axes[0].set_title("log permeability")
-    for ax in axes:
-        ax.axis("off")
-    figure.tight_layout()
-    return figure
 
 
 def main():
     """Write results/<name>.png."""
+    names = ("lead", "gained", "adaptive", "ressim", "ppo", "atari")
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    usual = ("lead", "gained", "adaptive", "ressim", "ppo", "atari", "pictures")
-    names = f"{', '.join(usual)} (the default); reservoir, opm"
-    parser.add_argument("names", nargs="*", help=names)
-    for name in parser.parse_args().names or usual:
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
+    parser.add_argument("--record", action="store_true", help="record the reservoir anew")
+    args = parser.parse_args()
+    if args.record:
+        record_reservoir()
+    for name in args.names or names:
         figure = globals()[name]()
         figure.savefig(RESULTS / f"{name}.png", dpi=DPI)
 

@@ -35,8 +35,8 @@ JOBS = {
         "learn_ressim.py --jobs 2",
     ),
     "costs": ("what a step of each level costs", "5 minutes", "speed_ressim.py --costs"),
-    "reservoir": ("a run on ResSim-v1, and its picture", "5 minutes", "figures.py reservoir"),
-    "tables": ("tables of README.md and tests/benchmarks/README.md", "seconds", "tables.py"),
+    "reservoir": ("a run on ResSim-v1, and its picture", "5 minutes", "figures.py --record lead"),
+    "tables": ("tables of all pages", "seconds", "tables.py"),
     "figures": ("figures of the recorded results", "seconds", "figures.py"),
 }
 
