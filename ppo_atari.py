@@ -996,8 +996,9 @@ class WorkerPool:
             try:
                 if not pipe.poll(self.patience):
                     report(
-                        f"worker {i} has not answered for {self.patience} seconds. If it hangs: "
-                        "threads started before the fork are missing in it, try --num-workers 0"
+                        f"worker {i} has not answered for {self.patience} seconds, as is normal "
+                        "for slow steps. If it hangs, try --num-workers 0: threads that were "
+                        "started before the fork are missing in it"
                     )
                     self.patience = None
                 answers.append(pipe.recv())
@@ -1151,6 +1152,7 @@ class Run(AbstractContextManager):
         self.history = []
         self.signal = None
         self.asked = None  # when a signal asked the run to stop
+        self.began = None  # when the current iteration began
         if args.resume:
             self.restore()
         # The stack closes what is open if this block fails.
@@ -1188,18 +1190,23 @@ class Run(AbstractContextManager):
         return self.iteration / self.args.num_iterations
 
     def stop(self, signum, _):
-        """Note a signal. A repeat within a second is ignored, one after that stops at once."""
-        if self.asked is None:
+        """Note a signal. A repeat within a second is ignored, one after that stops at once.
+
+        Before the games have started nothing is lost, so then the first one does so, too.
+        """
+        has_begun = self.began is not None
+        if has_begun and self.asked is None:
             self.signal = signum
             self.asked = time.monotonic()
             report("stopping after this iteration; Ctrl-C or SIGTERM once more to stop now")
-        elif time.monotonic() > self.asked + 1:
+        elif not has_begun or time.monotonic() > self.asked + 1:
             report("stopped at once; iterations since the last checkpoint are lost")
             raise KeyboardInterrupt
 
     def begin(self):
         """Start the games, and log an evaluation before the first iteration."""
         self.start_games()
+        self.began = time.perf_counter()
         if self.args.eval_every and not self.history:
             self.log({})
 

@@ -1885,8 +1885,9 @@ class WorkerPool:
             try:
                 if not pipe.poll(self.patience):
                     report(
-                        f"worker {i} has not answered for {self.patience} seconds. If it hangs: "
-                        "threads started before the fork are missing in it, try --num-workers 0"
+                        f"worker {i} has not answered for {self.patience} seconds, as is normal "
+                        "for slow steps. If it hangs, try --num-workers 0: threads that were "
+                        "started before the fork are missing in it"
                     )
                     self.patience = None
                 answers.append(pipe.recv())
@@ -2077,12 +2078,16 @@ class Run(AbstractContextManager):
         return self.seconds() / self.length
 
     def stop(self, signum, _):
-        """Note a signal. A repeat within a second is ignored, one after that stops at once."""
-        if self.asked is None:
+        """Note a signal. A repeat within a second is ignored, one after that stops at once.
+
+        Before the games have started nothing is lost, so then the first one does so, too.
+        """
+        has_begun = self.began is not None
+        if has_begun and self.asked is None:
             self.signal = signum
             self.asked = time.monotonic()
             report("stopping after this iteration; Ctrl-C or SIGTERM once more to stop now")
-        elif time.monotonic() > self.asked + 1:
+        elif not has_begun or time.monotonic() > self.asked + 1:
             report("stopped at once; iterations since the last checkpoint are lost")
             raise KeyboardInterrupt
 
@@ -2094,8 +2099,8 @@ class Run(AbstractContextManager):
             report("measuring what steps cost")
             self.sims.measure_costs(self.model)
         self.length = run_length(args, self.sims.costs)
-        self.began = time.perf_counter()
         self.start_games()
+        self.began = time.perf_counter()
         if self.history:
             return
         if not args.num_iterations:

@@ -357,8 +357,8 @@ def test_worker_that_does_not_answer(monkeypatch, capsys):
         for _ in range(2):
             assert pool.call("wait", 0.3) == [None]
     assert capsys.readouterr().err == (
-        "worker 0 has not answered for 0.1 seconds. If it hangs: threads started before the fork "
-        "are missing in it, try --num-workers 0\n"
+        "worker 0 has not answered for 0.1 seconds, as is normal for slow steps. If it hangs, try "
+        "--num-workers 0: threads that were started before the fork are missing in it\n"
     )
 
 
