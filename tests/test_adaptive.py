@@ -930,6 +930,57 @@ def test_multigrid_rule(tmp_path, monkeypatch):
     assert len({row["check_return"] for row in table}) == 7
 
 
+def record_fits(monkeypatch):
+    """Return a list that gets "fit" for each fit of V, and "update" for each update."""
+    events = []
+
+    def recorded(name, function):
+        def call(*args):
+            events.append(name)
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(ml, "refit_values", recorded("fit", ml.refit_values))
+    monkeypatch.setattr(ml, "update", recorded("update", ml.update))
+    return events
+
+
+@pytest.mark.parametrize("options, first", [([], 0), (["--norm-obs"], 1)])
+def test_multigrid_rule_with_fits(tmp_path, monkeypatch, options, first):
+    """Levels and clock are those of the rule without fits; V is fitted at first and on new levels.
+
+    With --norm-obs the first fit comes one iteration later.
+    """
+    events = record_fits(monkeypatch)
+    words = [*SMALL, *options, "--num-iterations", "6"]
+    table = rule_run(monkeypatch, tmp_path, "multigrid-fit", *words)
+    assert [row["level"] for row in table] == ["1", "1", "1", "2", "2", "3", "3"]
+    assert float(table[-1]["seconds"]) == 20 * 2 * (1 + 1 + 4 + 4 + 16 + 16) + 6 * 300
+    expected = ["update"] * 6
+    for iteration in (4, 2, first):
+        expected.insert(iteration, "fit")
+    assert events == expected
+
+
+@pytest.mark.parametrize("options, first", [([], 0), (["--norm-obs"], 1)])
+def test_halves_rule(tmp_path, monkeypatch, options, first):
+    """Half of the run is on the coarsest level, half on the finest; checks are charged."""
+    events = record_fits(monkeypatch)
+    words = [*SMALL, *options, "--num-iterations", "8"]
+    table = rule_run(monkeypatch, tmp_path, "halves", *words)
+    assert [row["level"] for row in table] == ["1"] * 5 + ["3"] * 4  # with that before training
+    checks = [row for row in table if row["check_return"]]
+    assert len(checks) > 2 and checks[0] is table[0] and checks[-1] is table[-1]
+    seconds = 4 * (20 * 1 + 300) + 4 * (20 * 16 + 300) + len(checks) * float(table[0]["seconds"])
+    assert float(table[-1]["seconds"]) == pytest.approx(seconds)
+    assert not [name for name in table[0] if "rho" in name]
+    expected = ["update"] * 8
+    for iteration in (4, first):
+        expected.insert(iteration, "fit")
+    assert events == expected
+
+
 @pytest.mark.parametrize("levels, costs", [("1 3", "1 16 300"), ("3", "16 300")])
 def test_single_rule(tmp_path, monkeypatch, levels, costs):
     """It trains on the first level, with checks on the last one that cost nothing."""

@@ -28,6 +28,7 @@ PLAIN = "{x:,.0f}"  # numbers of an axis; exponents would be too small to read
 # Colours that colour-blind people can tell apart (Okabe & Ito).
 BLUE, ORANGE, GREEN, RED, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
 GREY = "#8A8A8A"
+DARK = "#606060"  # grey text
 # Breakout, lowest and highest of three PPO runs after millions of steps (baselines-results, figure)
 PUBLISHED = {1: (15, 25), 2: (30, 48), 10: (245, 310)}
 ATARI = {  # title: {run: its label}
@@ -46,12 +47,13 @@ LEVELS = {  # name of a level: its colour
     "fourth finest": RED,
     "fifth finest": PURPLE,
 }
-MARKERS = {  # way of training: marker, colour, filled?
-    "finest": ("o", BLUE, True),
-    "coarsest": ("v", ORANGE, True),
-    "best coarse": ("D", GREY, False),
-    "multigrid": ("s", RED, True),
-    "adaptive": ("*", "k", True),
+MARKERS = {  # way of training: marker, colour
+    "finest": ("o", BLUE),
+    "coarsest": ("v", ORANGE),
+    "best coarse": ("D", GREY),
+    "halves": ("X", GREEN),
+    "multigrid": ("s", RED),
+    "adaptive": ("*", "k"),
 }
 
 
@@ -60,17 +62,23 @@ SHOWN = [1, 3, 5]  # levels
 
 
 def lead():
-    """One reservoir on three levels, and how soon each level alone and the rule learn."""
-    figure = plt.figure(figsize=(WIDTH, 2.75))
-    sides = {"left": 0.008, "right": 0.985, "top": 0.885, "bottom": 0.155}
-    left, right = figure.add_gridspec(1, 2, width_ratios=[1.32, 1], wspace=0.16, **sides)
-    draw_levels([figure.add_subplot(part) for part in left.subgridspec(1, 3, wspace=0.05)])
-    draw_race(figure.add_subplot(right))
-    middle = left.get_position(figure).intervalx.mean()
-    title = "one oil field under one learned control, on three of five levels"
-    figure.text(middle, 0.915, title, ha="center", fontsize=9)
-    caption = "water (blue) has driven so much of the oil (brown) to the wells on the right"
-    figure.text(middle, 0.1, caption, ha="center")
+    """One reservoir on three levels, and how soon levels alone and the rule learn on two cases."""
+    figure = plt.figure(figsize=(WIDTH, 3.25))
+    sides = {"top": 0.865, "bottom": 0.145}
+    top = 0.985
+
+    figure.text(0.008, top, "one oil field on three levels", va="top", fontsize=9)
+    figure.text(0.008, 0.885, "ResSim-v1, under one control", weight="bold")
+    pictures = figure.add_gridspec(3, 1, left=0.008, right=0.13, hspace=0.1, **sides)
+    draw_levels([figure.add_subplot(part) for part in pictures])
+    caption = "Water (blue) has driven so much of\nthe oil (brown) to the wells on the right."
+    figure.text(0.008, 0.11, caption, va="top", color=DARK, linespacing=1.15)
+
+    races = figure.add_gridspec(1, 2, left=0.3, right=0.995, wspace=0.16, **sides)
+    figure.text(0.6475, top, "oil produced on the finest level", va="top", ha="center", fontsize=9)
+    useful, misleading = (figure.add_subplot(part) for part in races)
+    draw_useful(useful)
+    draw_misleading(misleading)
     return figure
 
 
@@ -82,18 +90,82 @@ def draw_levels(axes):
         water = data[f"water_{level}"][..., None].astype(float)
         # Oil is brown, water blue.
         ax.imshow((1 - water) * [0.33, 0.2, 0.12] + water * [0.2, 0.5, 0.86])
-        ax.set(xticks=[], yticks=[])
-        cells = f"{len(water)} × {len(water)} cells"
-        ax.set_title(f"{cells}\na step costs {costs[level - 1] / costs[0]:.0f}", fontsize=8)
-        ax.set_xlabel(f"{100 * data[f'return_{level}']:.1f} % of the oil")
+        ax.set(xticks=[], yticks=[], anchor="W")
+        lines = [
+            f"{len(water)} × {len(water)} cells",
+            f"a step costs {costs[level - 1] / costs[0]:.0f}",
+            f"{100 * data[f'return_{level}']:.1f} % of the oil",
+        ]
+        ax.text(1.08, 0.5, "\n".join(lines), transform=ax.transAxes, va="center", linespacing=1.4)
 
 
-def draw_race(ax):
-    """Draw returns on ResSim-v1 against time: medians, and the range of all seeds."""
+def draw_useful(ax):
+    """Draw the race on ResSim-v1, where coarse levels are soon as good as the finest one."""
     curves = tables.recorded("v1")
-    times = np.geomspace(0.6, tables.last_second(curves["v1-only-5"]), 4000)
-    styles = {f"v1-only-{level}": {"color": GREY, "lw": 1.1} for level in (1, 2, 3, 4)}
-    styles |= {"v1-only-5": {"color": BLUE, "lw": 1.8}, "v1-adaptive": {"color": "k", "lw": 2}}
+    draw_race(ax, "v1", curves)
+    ax.set_title("ResSim-v1: coarse levels are enough", fontsize=8, weight="bold")
+    ax.set(xlim=(0.33, 2200), ylim=(0.563, 0.707))
+    ax.set_yticks([0.58, 0.6, 0.62, 0.64, 0.66, 0.68])
+
+    # When the finest level alone has its whole gain, and when others have as much.
+    whole = np.median(tables.final(curves["v1-only-5"]))
+    late = first_at(curves["v1-only-5"], whole)
+    early = first_at(curves["v1-adaptive"], whole)
+    coarsest = first_at(curves["v1-only-1"], whole)
+    top = whole + 0.011
+    ax.annotate("", (early, top), (late, top), arrowprops={"arrowstyle": "->", "lw": 1.2})
+    ax.vlines([early, late], whole, top, color="k", lw=0.7, ls=":")
+    lines = ["the finest level's result", f"{late / early:.0f} times sooner"]
+    lines.append(f"(8² alone: {late / coarsest:.0f} times)")
+    middle = np.sqrt(early * late)
+    ax.text(middle, top + 0.004, "\n".join(lines), ha="center", linespacing=1.15)
+
+    for level in (1, 2, 3, 4):
+        seeds = curves[f"v1-only-{level}"].values()
+        x = max(seconds[1] for seconds, *_ in seeds)
+        y = np.median([np.interp(x, seconds, returns) for seconds, _, returns in seeds])
+        # Left of the line's first point, or below it where other lines pass.
+        place = {"xytext": (-2, 0), "ha": "right", "va": "center"}
+        if x > 2:
+            place = {"xytext": (0, -4), "ha": "left", "va": "top"}
+        name = tables.grid("v1", level)
+        ax.annotate(name, (x, y), textcoords="offset points", color=DARK, fontsize=7.5, **place)
+    ax.text(14, 0.5745, "coarse levels alone", ha="center", color=DARK)
+    name_lines(ax, "v1", curves, 0.662, 0.6)
+
+
+def draw_misleading(ax):
+    """Draw the race on ResSim-v3, where training on coarse levels hardly helps the finest one."""
+    curves = tables.recorded("v3")
+    draw_race(ax, "v3", curves)
+    ax.set_title("ResSim-v3: coarse levels mislead", fontsize=8, weight="bold")
+    ax.set(xlim=(0.65, 900), ylim=(0.503, 0.607))
+    coarse = [f"v3-only-{level}" for level in (1, 2, 3)]
+    latest = max(tables.last_second(curves[run]) for run in coarse)
+    end = np.mean([np.mean(tables.final(curves[run])) for run in coarse])
+    style = {"textcoords": "offset points", "va": "center", "color": DARK, "linespacing": 1.15}
+    ax.annotate("8², 16², 32²\nalone", (latest, end), (5, 0), **style)
+    name_lines(ax, "v3", curves, 0.572, 0.553)
+
+
+def name_lines(ax, case, curves, left, right):
+    """Name the rule left of its seeds, at a return, and the finest level right of its own."""
+    style = {"textcoords": "offset points", "va": "center", "weight": "bold", "linespacing": 1.15}
+    rule = curves[f"{case}-adaptive"].values()
+    first = np.nanmin([tables.first(seconds, returns, left) for seconds, _, returns in rule])
+    ax.annotate("adaptive\nlevels", (first, left), (-11, 0), ha="right", **style)
+    finest = curves[tables.reference(case)].values()
+    last = np.nanmax([tables.first(seconds, returns, right) for seconds, _, returns in finest])
+    ax.annotate("finest level\nalone", (last, right), (6, 0), color=BLUE, **style)
+
+
+def draw_race(ax, case, curves):
+    """Draw returns against time: medians, and the range of all seeds."""
+    last = len(learn_ressim.COSTS[case])
+    times = np.geomspace(0.6, tables.last_second(curves[tables.reference(case)]), 4000)
+    styles = {f"{case}-only-{level}": {"color": GREY, "lw": 1.1} for level in range(1, last)}
+    styles[f"{case}-only-{last}"] = {"color": BLUE, "lw": 1.8}
+    styles[f"{case}-adaptive"] = {"color": "k", "lw": 2}
     for run, style in styles.items():
         seeds = curves[run].values()
         returns = np.array([np.interp(times, seconds, found) for seconds, _, found in seeds])
@@ -102,31 +174,9 @@ def draw_race(ax):
         x, y = times[shown], returns[:, shown]
         ax.plot(x, np.median(y, axis=0), **style)
         ax.fill_between(x, y.min(axis=0), y.max(axis=0), color=style["color"], alpha=0.13, lw=0)
-        if style["color"] == GREY:
-            # Left of the line's first point, or below it where other lines pass.
-            place = {"xytext": (-2, 0), "ha": "right", "va": "center"}
-            if x[0] > 2:
-                place = {"xytext": (0, -4), "ha": "left", "va": "top"}
-            place |= {"textcoords": "offset points", "color": "#6A6A6A", "fontsize": 7.5}
-            ax.annotate(tables.grid("v1", int(run[-1])), (x[0], np.median(y[:, 0])), **place)
 
-    # When the finest level alone has its whole gain, and when the rule has as much.
-    whole = np.median(tables.final(curves["v1-only-5"]))
-    late, early = (first_at(curves[run], whole) for run in ("v1-only-5", "v1-adaptive"))
-    top = 0.684
-    ax.annotate("", (early, top), (late, top), arrowprops={"arrowstyle": "->", "lw": 1.2})
-    text = f"the finest level's result\n{late / early:.0f} times sooner"
-    ax.text(np.sqrt(early * late), top + 0.003, text, ha="center", linespacing=1.15)
-    ax.vlines([early, late], whole, top, color="k", lw=0.7, ls=":")
-
-    ax.text(5.5, 0.667, "adaptive levels", ha="right", weight="bold")
-    ax.text(1700, 0.598, "finest level\nalone", ha="right", color=BLUE, weight="bold")
-    ax.text(14, 0.5745, "coarser levels alone", ha="center", color="#6A6A6A")
-    ax.set(xscale="log", xlim=(0.33, 2000), ylim=(0.563, 0.702))
+    ax.set(xscale="log", xlabel="seconds of simulation and learning")
     ax.xaxis.set_major_formatter(PLAIN)
-    ax.set(xlabel="seconds of simulation and learning")
-    ax.set_title("oil produced on the finest level")
-    ax.set_yticks([0.58, 0.6, 0.62, 0.64, 0.66, 0.68])
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
     ax.spines[["top", "right"]].set_visible(False)
 
@@ -145,58 +195,74 @@ def gained():
     Simulations where the finest level alone is as fast as the rule are in the table only. It has
     hardly learned there, so that shares of its gain would be divided by almost nothing.
     """
-    rows = {}
-    for case, title in tables.cases().items():
-        curves = tables.recorded(case)
-        if tables.finest_gain(case, curves)[2]:
-            rows[title] = tables.shares(case, curves)
-    ways = [way for way in tables.WAYS if way != "best coarse"]
-    lowest = {way: min(row[way] for row in rows.values() if way in row) for way in ways}
+    curves = {case: tables.recorded(case) for case in tables.cases()}
+    curves = {case: runs for case, runs in curves.items() if tables.finest_gain(case, runs)[2]}
+    shares = {case: tables.shares(case, runs) for case, runs in curves.items()}
+    ways = tables.compared(shares.values())
 
-    figure, ax = plt.subplots(figsize=(WIDTH, 0.46 * len(rows) + 1.85))
-    for i, shares in enumerate(rows.values()):
+    lane_height = 0.85 / len(ways)
+    figure, ax = plt.subplots(figsize=(WIDTH, 0.105 * len(ways) * len(curves) + 1.95))
+    for i, (case, runs) in enumerate(curves.items()):
         if i % 2 == 0:
             ax.axhspan(i - 0.5, i + 0.5, color="k", alpha=0.04, lw=0)
         # Markers of a row stand a little below each other, so that none hides another.
-        for lane, way in enumerate(way for way in MARKERS if way in shares):
-            draw_share(ax, way, shares[way], i + 0.17 * (lane - (len(shares) - 1) / 2))
+        reached = tables.at_equal_time(case, runs)
+        for lane, way in enumerate(ways):
+            y = i + lane_height * (lane - (len(ways) - 1) / 2)
+            if way in shares[case]:
+                is_short = tables.is_short(case, runs, reached[way][0])
+                draw_share(ax, way, shares[case][way], y, is_short)
 
-    bottom = len(rows) + 0.2  # the middle of a last, higher row
+    bottom = len(curves) + 0.2  # the middle of a last, higher row
     ax.axhspan(bottom - 0.7, bottom + 0.7, color="k", alpha=0.1, lw=0)
-    for lane, way in enumerate(lowest):
-        y = bottom + 0.28 * (lane - (len(lowest) - 1) / 2)
-        draw_share(ax, way, lowest[way], y)
+    choices = [way for way in ways if way != "best coarse"]  # nobody can choose that one
+    for lane, way in enumerate(choices):
+        y = bottom + 1.1 / len(choices) * (lane - (len(choices) - 1) / 2)
+        lowest = tables.lowest_share(curves, way)
+        draw_share(ax, way, np.array([lowest]), y)
         where = {"xytext": (8, -0.5), "textcoords": "offset points", "va": "center"}
-        ax.annotate(tables.percent(lowest[way]), (100 * lowest[way], y), **where)
+        ax.annotate(tables.percent(lowest), (100 * lowest, y), **where)
 
     ax.axvline(100, color="k", lw=0.8, ls="--", zorder=0)
-    ax.set_yticks([*range(len(rows)), bottom], [*rows, "lowest of all"])
+    titles = [TITLES[case] for case in curves]
+    ax.set_yticks([*range(len(curves)), bottom], [*titles, "lowest mean of all"])
     ax.get_yticklabels()[-1].set_weight("bold")
     ax.tick_params(axis="y", length=0)
-    ax.set(xlim=(0, 115), ylim=(bottom + 0.7, -0.5))
+    highest = max(share.max() for found in shares.values() for share in found.values())
+    ax.set(xlim=(0, max(115, 100 * highest + 2)), ylim=(bottom + 0.7, -0.5))
     ax.xaxis.set_major_formatter(PercentFormatter(100, decimals=0, symbol=" %"))
     ax.set_xlabel("share of what the finest level alone gains in its whole run, at equal time")
     ax.spines[["top", "right", "left"]].set_visible(False)
-    names = {text.get_label(): text for text in ax.lines}
-    shown = [label for label in tables.WAYS.values() if label in names]
-    figure.legend([names[label] for label in shown], shown, loc="upper center", ncols=3, fontsize=8)
-    figure.tight_layout(rect=(0, 0, 1, 0.9))
+
+    handles = [ax.plot([], [], label=tables.WAYS[way], **marker_style(way))[0] for way in ways]
+    early = marker_style("best coarse", hollow=True) | {"color": "k", "marker": "o"}
+    early |= {"markeredgecolor": "k"}
+    handles += ax.plot([], [], label="hollow: ended before that time", **early)
+    handles += ax.plot([], [], color="k", lw=1, label="line: lowest to highest seed")
+    figure.legend(handles=handles, loc="upper center", ncols=3, fontsize=8)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.6 / figure.get_figheight()))
     return figure
 
 
-def draw_share(ax, way, share, y):
-    """Draw the marker of a way of training."""
-    marker, color, filled = MARKERS[way]
-    ax.plot(
-        100 * share,
-        y,
-        marker,
-        color=color,
-        markerfacecolor=color if filled else "none",
-        markeredgewidth=0.5 if filled else 1.2,
-        markersize=9.5 if way == "adaptive" else 5.5,
-        label=tables.WAYS[way],
-    )
+def draw_share(ax, way, shares, y, is_short=False):
+    """Draw the mean of a way of training, and a line from its lowest seed to its highest."""
+    _, color = MARKERS[way]
+    ax.plot([100 * shares.min(), 100 * shares.max()], [y, y], color=color, lw=1)
+    ax.plot(100 * shares.mean(), y, **marker_style(way, is_short))
+
+
+def marker_style(way, hollow=False):
+    """Return how the marker of a way of training is drawn; a hollow one ended before."""
+    marker, color = MARKERS[way]
+    return {
+        "marker": marker,
+        "ls": "",
+        "color": color,
+        "markerfacecolor": "w" if hollow else color,
+        "markeredgecolor": color,
+        "markeredgewidth": 1.2 if hollow else 0.5,
+        "markersize": 9.5 if way == "adaptive" else 5.5,
+    }
 
 
 # ------------------------------------------------------------------------------------ curves

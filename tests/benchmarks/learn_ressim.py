@@ -104,11 +104,20 @@ def simulation(case, levels):
     return f"{env}--level-costs {words} {update:g} "
 
 
+def other_rules(case, options):
+    """Return the runs of a case with those rules of rules.py that have all levels."""
+    runs = {f"{case}-{rule}": f"{rule} {options}" for rule in ("multigrid", "multigrid-fit")}
+    # Its iterations on the finest level are few and long. An evaluation plays only if the best
+    # parameters are new ones.
+    runs[f"{case}-halves"] = f"halves {options} --eval-every 1"
+    return runs
+
+
 def controlgym(case):
     """Return the runs that are compared on a simulation of controlgym: {name: options}."""
     options = f"{CONTROLGYM}--finest-steps {LENGTHS[case]} "
     every = f"{simulation(case, [1, 2, 3])}{options}--levels 1 2 3 --eval-every 5"
-    runs = {f"{case}-adaptive": every, f"{case}-multigrid": f"multigrid {every}"}
+    runs = {f"{case}-adaptive": every} | other_rules(case, every)
     for level, eval_every in {1: 40, 2: 10, 3: 4}.items():
         levels = sorted({level, 3})
         words = " ".join(map(str, levels))
@@ -122,7 +131,7 @@ def water():
     """Return the runs that are compared on the water network: {name: options}."""
     options = f"--norm-obs --norm-value --num-workers 0 --finest-steps {LENGTHS['water']}"
     every = f"{simulation('water', [1, 2, 3, 4])}{options} --levels 1 2 3 4"
-    runs = {"water-adaptive": every, "water-multigrid": f"multigrid {every} --eval-every 20"}
+    runs = {"water-adaptive": every} | other_rules("water", f"{every} --eval-every 20")
     for level, eval_every in {1: 40, 2: 20, 3: 16, 4: 1}.items():
         levels = sorted({level, 4})
         words = " ".join(map(str, levels))
@@ -151,7 +160,7 @@ def comparison(case):
     every = options(range(1, last + 1)) + SAME
     every += "--levels 1 2 3 4 " if case == "rod" else ""
     every += f"--finest-steps {LENGTHS[case]}"
-    runs = {f"{case}-adaptive": every, f"{case}-multigrid": f"multigrid {every}"}
+    runs = {f"{case}-adaptive": every} | other_rules(case, every)
     for level in range(1, last + 1):
         levels = sorted({level, last})
         words = " ".join(map(str, levels))
@@ -187,7 +196,8 @@ for name in ("v2-only-4", "v4-only-4"):  # still rising after 150
 SEEDS = {f"{case}-adaptive": [1, 2, 3, 4, 5, 6] for case in COSTS}
 SEEDS |= {f"{case}-adaptive": [1, 2, 3] for case in CLASSES}
 SEEDS["water-adaptive"] = [1, 2, 3, 4, 5]
-SEEDS |= {name: [1, 2, 3] for name in RUNS if "-only-" in name or "-multigrid" in name}
+for part in ("-only-", "-multigrid", "-halves"):
+    SEEDS |= {name: [1, 2, 3] for name in RUNS if part in name}
 SEEDS["v1-bounded"] = [1, 2, 3, 4]
 SEEDS["v2-only-4"] = [1, 2]  # two hours each
 SEEDS |= {f"{case}-rate-{name}": [1] for case in ("v3", "v4") for name in "ab"}

@@ -1,11 +1,14 @@
 """Other rules than the script's own, for comparison. After their name come its own options.
 
 python tests/benchmarks/rules.py multigrid --env ResSim-v4
+python tests/benchmarks/rules.py multigrid-fit --env ResSim-v4          # and V is fitted
+python tests/benchmarks/rules.py halves --env ResSim-v4
 python tests/benchmarks/rules.py single --env ResSim-v4 --levels 3 4
 python tests/benchmarks/rules.py adaptive --env ResSim-v4 --levels 4    # on one level, with checks
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -51,6 +54,24 @@ class Multigrid(ml.Adaptive):
         return {"level": self.args.levels[level], "check_return": mean}
 
 
+class MultigridFit(Multigrid):
+    """The same rule, with the fit of V that adaptive levels make at first and on a new level."""
+
+    def begin(self, run):
+        """Have V fitted at first. Returns what is logged."""
+        self.refit = not self.args.norm_obs
+        return super().begin(run)
+
+    def review(self, run, own, partners, episodes):
+        """Evaluate on the level; if it goes to the next one, V is fitted there."""
+        level = self.level
+        row = super().review(run, own, partners, episodes)
+        # With --norm-obs the first fit is that of the second iteration.
+        is_first_fit = self.args.norm_obs and run.iteration == 1
+        self.refit = self.level != level or is_first_fit
+        return row
+
+
 def make_multigrid_teams(args):
     """Return the teams of the script's rule, with games for checks on each level."""
     teams = make_teams(args)
@@ -59,6 +80,28 @@ def make_multigrid_teams(args):
         for level in range(len(args.levels)):
             teams[f"check {level}"] = check._replace(level=level)
     return teams
+
+
+class Halves(ml.Adaptive):
+    """Half of the run's time on the coarsest level, the other half on the finest.
+
+    Nothing is measured and nothing is judged. What else the script's rule does stays: checks choose
+    the best parameters and are charged, and V is fitted at first and on the finest level.
+    """
+
+    def review(self, run, own, partners, episodes):
+        """Check if it is due; go to the finest level when half of the time is over."""
+        row = super().review(run, own, partners, episodes)
+        self.choose_level(run)
+        return row
+
+    def choose_level(self, run):
+        """Choose the level by the time alone."""
+        level = 0 if run.share_done() < 0.5 else len(self.args.levels) - 1
+        if level != self.level:
+            self.level = level
+            self.refit = True
+        self.window_end = math.inf  # a window's end would have the script's rule judge
 
 
 class Single(ml.Adaptive):
@@ -95,7 +138,13 @@ class Fitted(ml.Adaptive):
 
 
 make_teams = ml.make_teams  # the script's own
-RULES = {"multigrid": Multigrid, "single": Single, "adaptive": Fitted}
+RULES = {
+    "multigrid": Multigrid,
+    "multigrid-fit": MultigridFit,
+    "halves": Halves,
+    "single": Single,
+    "adaptive": Fitted,
+}
 
 
 def main():
@@ -106,7 +155,7 @@ def main():
     args = ml.parse_args(options)
     # The script plays a single level by its other schedule, which makes no checks.
     args.schedule = "adaptive"
-    if chosen.rule == "multigrid":
+    if issubclass(RULES[chosen.rule], Multigrid):
         ml.make_teams = make_multigrid_teams
     ml.train(args, RULES[chosen.rule](args))
 

@@ -24,7 +24,6 @@ RESULTS = ROOT / "tests" / "benchmarks" / "results"
 ROWS = 2500  # of an iteration, in all runs on reservoirs and the rod that play one level at a time
 GRIDS = {"v2": ("27×9", "57×19", "111×37", "219×73"), "rod": ("16", "32", "64", "128")}
 GRIDS |= {"ks": ("64", "128", "256"), "gl": ("16", "64", "256")}
-GRIDS["water"] = ("surrogate", "reduced", "hourly", "30 s")
 GRIDS["water"] = ("surrogate", "reduced", "1 h", "30 s")
 TITLES = {case: f"ResSim-{case}" for case in ("v1", "v2", "v3", "v4")}
 TITLES |= {"rod": "heat in a rod, 100 steps"}
@@ -74,6 +73,8 @@ def grouped(rows, column):
 # ------------------------------------------------------------------------------------ adaptive
 EPOCHS = 5  # of an update that takes UPDATE_SECONDS for ROWS rows
 UPDATE_SECONDS = 0.1
+FINENESS = ["finest level", "second finest", "third finest", "fourth finest", "fifth finest"]
+BY_CHECKS = ("rules.py single", "rules.py halves")  # as the script's rule
 
 
 def grid(case, level):
@@ -83,9 +84,22 @@ def grid(case, level):
 
 
 def cases():
-    """Return {case: title} of the cases that have records."""
-    recorded = {path.name.partition("-")[0] for path in (RESULTS / "ressim").glob("*-adaptive__*")}
-    return {case: title for case, title in TITLES.items() if case in recorded}
+    """Return {case: title} of the cases that have records of the rule and of the finest level."""
+    return {
+        case: title
+        for case, title in TITLES.items()
+        if is_recorded(f"{case}-adaptive") and is_recorded(reference(case))
+    }
+
+
+def paths(run):
+    """Return the files of a run's seeds."""
+    return sorted((RESULTS / "ressim").glob(f"{run}__*.csv"))
+
+
+def is_recorded(run):
+    """Return whether a run has records."""
+    return bool(paths(run))
 
 
 def digits(case):
@@ -103,7 +117,9 @@ def methods(case):
     if case[0] == "v":
         labels["rate-a"] = f"{grid(case, 4)} only, 1e-5 and 20 epochs"
         labels["rate-b"] = f"{grid(case, 4)} only, 3e-5 and 10 epochs"
+    labels["halves"] = "half of the time on the coarsest level, then the finest"
     labels["multigrid"] = "Dixit & ElSheikh's rule"
+    labels["multigrid-fit"] = "Dixit & ElSheikh's rule, values fitted"
     labels["together"] = "together"
     labels["published"] = "together, as published"
     labels = {f"{case}-{name}": label for name, label in labels.items()}
@@ -138,12 +154,13 @@ def load(case, run):
     commands = json.loads((RESULTS / "ressim" / "runs.json").read_text())
     row_seconds = update_seconds(run)
     seeds = {}
-    for path in sorted((RESULTS / "ressim").glob(f"{run}__*.csv")):
+    for path in paths(run):
         rows = [row for row in read(path) if row["eval_return"]]
         simulation = simulation_seconds(case, run, rows)
         updates = row_seconds * numbers(rows, "global_step")
         returns = numbers(rows, "eval_return")
-        by_checks = "adaptive" in run or "rules.py single" in commands[path.stem]["command"]
+        command = commands[path.stem]["command"]
+        by_checks = any(rule in command for rule in BY_CHECKS) or "adaptive" in run
         if not by_checks:
             returns = np.maximum.accumulate(returns)
         seeds[path.stem.partition("__")[2]] = simulation + updates, simulation, returns
@@ -176,8 +193,7 @@ def charged(run):
 
 def recorded(case):
     """Return {run: seeds} of a case, as `load` gives them, of what is there."""
-    runs = [run for run in methods(case) if list((RESULTS / "ressim").glob(f"{run}__*.csv"))]
-    return {run: load(case, run) for run in runs}
+    return {run: load(case, run) for run in methods(case) if is_recorded(run)}
 
 
 def final(seeds):
@@ -274,22 +290,39 @@ WAYS = {  # of training
     "finest": "finest level alone",
     "coarsest": "coarsest level alone",
     "best coarse": "best coarse level alone, known only afterwards",
+    "halves": "half coarsest, half finest",
     "multigrid": "Dixit & ElSheikh's rule",
+    "multigrid-fit": "Dixit & ElSheikh's rule, values fitted",
     "adaptive": "adaptive levels",
 }
 
 
-def at_equal_time(case, curves):
-    """Return {way of training: (run, return)} of a case after the seconds of the rule's run.
+def compared(found):
+    """Return the ways of training that README compares, of {way: anything} of each case.
 
-    A return is the mean over seeds of the best parameters by then.
+    Half coarsest, half finest is among them once every case has it.
     """
-    budget = rule_seconds(case, curves)
-    reached = {run: mean_curve(seeds, [budget * (1 + 1e-9)])[0] for run, seeds in curves.items()}
+    left_out = ["multigrid-fit"]
+    if not all("halves" in ways for ways in found):
+        left_out.append("halves")
+    return [way for way in WAYS if way not in left_out]
+
+
+def at_equal_time(case, curves):
+    """Return {way of training: (run, returns)} of a case after the seconds of the rule's run.
+
+    A return is that of the best parameters by then, one for each seed.
+    """
+    budget = rule_seconds(case, curves) * (1 + 1e-9)
+    reached = {
+        run: np.array([mean_curve({"": seed}, [budget])[0] for seed in seeds.values()])
+        for run, seeds in curves.items()
+    }
     coarse = [run for run in curves if "-only-" in run and run != reference(case)]
     runs = {"finest": reference(case), "coarsest": f"{case}-only-1"}
-    runs["best coarse"] = max(coarse, key=reached.get)
-    runs |= {name: f"{case}-{name}" for name in ("multigrid", "adaptive")}
+    runs["best coarse"] = max(coarse, key=lambda run: reached[run].mean())
+    runs |= {name: f"{case}-{name}" for name in ("halves", "multigrid", "multigrid-fit")}
+    runs["adaptive"] = f"{case}-adaptive"
     return {way: (run, reached[run]) for way, run in runs.items() if run in reached}
 
 
@@ -309,10 +342,10 @@ def finest_gain(case, curves):
 
 
 def shares(case, curves):
-    """Return {way: share of the finest level's whole gain at equal time}."""
+    """Return {way: each seed's share of the finest level's whole gain at equal time}."""
     start, end, _ = finest_gain(case, curves)
     reached = at_equal_time(case, curves)
-    return {way: (value - start) / (end - start) for way, (_, value) in reached.items()}
+    return {way: (returns - start) / (end - start) for way, (_, returns) in reached.items()}
 
 
 def percent(share):
@@ -320,45 +353,120 @@ def percent(share):
     return f"{100 * share:.0f} %"
 
 
-def gained():
-    """What each way of training has gained in the time of the rule's run.
+def outcomes(case, curves):
+    """Return {way: each seed's outcome at equal time} of a case, and how an outcome is written.
 
-    It is a share of what the finest level alone gains in its whole run. Where that run is as long
-    as the rule's, shares would say little, and returns stand in their place.
+    It is a share of what the finest level alone gains in its whole run, in per cent. Where that run
+    is as long as the rule's, shares would say little, and returns stand in their place.
     """
-    header = ["simulation", "seconds (finest level's whole run)", *WAYS.values()]
+    _, _, took_longer = finest_gain(case, curves)
+    if took_longer:
+        return {way: 100 * share for way, share in shares(case, curves).items()}, ".0f"
+    reached = at_equal_time(case, curves)
+    return {way: returns for way, (_, returns) in reached.items()}, digits(case)
+
+
+def gained_title(case, curves):
+    """Return how a row of outcomes begins: with returns instead of shares it tells the first."""
+    start, _, took_longer = finest_gain(case, curves)
+    title = TITLES[case]
+    return title if took_longer else f"{title}: return, at first {start:{digits(case)}}"
+
+
+def gained_cell(case, curves, way, seeds=False):
+    """Return a cell of outcomes: their mean, † for an early end, and all `seeds` if asked for."""
+    found, form = outcomes(case, curves)
+    if way not in found:
+        return "—"
+    values = found[way]
+    run, _ = at_equal_time(case, curves)[way]
+    text = f"{values.mean():{form}}"
+    if form == ".0f":
+        text += " %"
+    if way == "best coarse":
+        text = f"{grid(case, int(run[-1]))}: {text}"
+    if is_short(case, curves, run):
+        text += " †"
+    if not seeds:
+        return text
+    if len(values) == 1:
+        return f"{text}, 1 seed"
+    return f"{text} ({values.min():{form}} to {values.max():{form}}), {len(values)} seeds"
+
+
+def gained():
+    """What each way of training has gained in the time of the rule's run, as `outcomes` tell."""
+    curves = {case: recorded(case) for case in cases()}
+    shown = compared([at_equal_time(case, curves[case]) for case in curves])
+    header = ["simulation", "seconds (finest level's whole run)", *(WAYS[way] for way in shown)]
     rows = []
-    worst = {}
+    for case in curves:
+        whole = last_second(curves[case][reference(case)])
+        seconds = f"{rule_seconds(case, curves[case]):,.0f} ({whole:,.0f})"
+        cells = [gained_cell(case, curves[case], way) for way in shown]
+        rows.append([gained_title(case, curves[case]), seconds, *cells])
+
+    cells = ["**lowest share**", ""]
+    for way in shown:
+        # Nobody can choose the best coarse level.
+        lowest = "—" if way == "best coarse" else percent(lowest_share(curves, way))
+        cells.append(f"**{lowest}**")
+    return markdown(header, [*rows, cells])
+
+
+def lowest_share(curves, way):
+    """Return a way's lowest mean share of all cases whose finest level took longer."""
+    found = [shares(case, curves[case]) for case in curves if finest_gain(case, curves[case])[2]]
+    return min(share[way].mean() for share in found if way in share)
+
+
+def gained_seeds():
+    """The seeds behind `gained`: their mean, lowest and highest, and how many there are."""
+    curves = {case: recorded(case) for case in cases()}
+    found = [at_equal_time(case, curves[case]) for case in curves]
+    shown = [way for way in WAYS if any(way in ways for ways in found)]
+    rows = []
+    for case in curves:
+        cells = [gained_cell(case, curves[case], way, seeds=True) for way in shown]
+        rows.append([gained_title(case, curves[case]), *cells])
+    return markdown(["simulation", *(WAYS[way] for way in shown)], rows)
+
+
+def time_per_level():
+    """On which levels adaptive levels spend a run's time: mean, lowest and highest of the seeds."""
+    header = ["simulation", "seeds", *FINENESS, "checks and measurements"]
+    rows = []
     for case, title in cases().items():
-        curves = recorded(case)
-        start, _, took_longer = finest_gain(case, curves)
-        whole = last_second(curves[reference(case)])
-        cells = [title, f"{rule_seconds(case, curves):,.0f} ({whole:,.0f})"]
-        if not took_longer:
-            cells[0] += f": return, at first {start:{digits(case)}}"
-
-        reached = at_equal_time(case, curves)
-        for way in WAYS:
-            if way not in reached:
-                cells.append("—")
-                continue
-            run, value = reached[way]
-            text = f"{value:{digits(case)}}"
-            if took_longer:
-                share = shares(case, curves)[way]
-                worst[way] = min(share, worst.get(way, share))
-                text = percent(share)
-            if way == "best coarse":
-                text = f"{grid(case, int(run[-1]))}: {text}"
-            if is_short(case, curves, run):
-                text += " †"
-            cells.append(text)
-        rows.append(cells)
-
-    worst.pop("best coarse")  # nobody can choose it
-    lowest = [percent(worst[way]) if way in worst else "—" for way in WAYS]
-    rows.append(["**lowest share**", "", *(f"**{text}**" for text in lowest)])
+        seeds = [training_seconds(case, path) for path in paths(f"{case}-adaptive")]
+        levels = 100 * np.array([levels / total for levels, total in seeds])  # (seeds, L)
+        cells = [title, len(seeds)]
+        for level in range(levels.shape[1], 0, -1):
+            share = levels[:, level - 1]
+            spent = f"{share.mean():.0f} % ({share.min():.0f} to {share.max():.0f})"
+            cells.append(f"{grid(case, level)}: {spent}")
+        cells += ["—"] * (len(FINENESS) - levels.shape[1])
+        other = 100 - levels.sum(axis=1)
+        rows.append([*cells, f"{other.mean():.0f} % ({other.min():.0f} to {other.max():.0f})"])
     return markdown(header, rows)
+
+
+def training_seconds(case, path):
+    """Return a recorded run's seconds of training on each level (L,), and all its seconds.
+
+    A change of level comes after a check, which is recorded. So all that was trained between two
+    rows of a record was trained on the level of the later one.
+    """
+    run = path.name.partition("__")[0]
+    rows = read(path)
+    costs = np.array(learn_ressim.COSTS[case]) / 1e3 + update_seconds(run)  # of a row
+    seconds = np.zeros(len(costs))
+    trained = np.diff(numbers(rows, "global_step"))
+    for row, count in zip(rows[1:], trained, strict=True):
+        level = int(row["level"]) - 1
+        seconds[level] += count * costs[level]
+    last = rows[-1:]
+    total = simulation_seconds(case, run, last) + update_seconds(run) * numbers(last, "global_step")
+    return seconds, total[0]
 
 
 # ------------------------------------------------------------------------------------ each budget
@@ -481,7 +589,7 @@ def load_paper(case, run):
     members = [*zip(levels, steps), *zip(levels, steps[1:])]  # own, partners
     cost = 50 * sum(costs[level - 1] * T for level, T in members) / costs[-1]
     seeds = []
-    for path in sorted((RESULTS / "ressim").glob(f"{run}__*.csv")):
+    for path in paths(run):
         rows = [row for row in read(path) if row["eval_return"]]
         seed = {name: numbers(rows, name) for name in ("eval_return", "iteration")}
         # Newer records have the run's clock only, which counts updates, too.
