@@ -378,10 +378,50 @@ def test_returns_at_equal_time(monkeypatch):
     curves |= {"rod-only-4": seeds(-100, -90, -80, -70, -50, every=50)}
     curves |= {"rod-adaptive": seeds(-100, -45, every=50)}
     found = {"finest": 0.2, "coarsest": 0.4, "best coarse": 0.8, "adaptive": 1.1}
-    assert tables.shares("rod", curves) == pytest.approx(found)
-    assert tables.at_equal_time("rod", curves)["best coarse"] == ("rod-only-2", -60)
+    shares = tables.shares("rod", curves)
+    assert {way: share.tolist() for way, share in shares.items()} == {
+        way: pytest.approx([share]) for way, share in found.items()
+    }
+    assert tables.at_equal_time("rod", curves)["best coarse"] == ("rod-only-2", [-60])
     short = [run for run in curves if tables.is_short("rod", curves, run)]
     assert short == ["rod-only-1"]  # ended after 40 s
+
+
+def test_cells_of_seeds_and_compared_ways(monkeypatch):
+    """By hand: two seeds with 0.2 and 0.4 of the gain. A baseline is compared once all have it."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
+    tables = importlib.import_module("tables")
+
+    def seeds(*ends, until):
+        times = np.array([0.0, until])
+        return {str(end): (times, None, np.array([-100.0, end])) for end in ends}
+
+    curves = {"rod-only-1": seeds(-90, -80, until=40), "rod-only-4": seeds(-50, until=200)}
+    curves |= {"rod-adaptive": seeds(-45, until=50), "rod-halves": seeds(-50, until=50)}
+    assert tables.gained_cell("rod", curves, "coarsest") == "30 % †"
+    assert tables.gained_cell("rod", curves, "coarsest", True) == "30 % † (20 to 40), 2 seeds"
+    assert tables.gained_cell("rod", curves, "adaptive", True) == "110 %, 1 seed"
+    assert tables.gained_cell("rod", curves, "multigrid") == "—"
+
+    found = tables.at_equal_time("rod", curves)
+    assert "halves" in tables.compared([found])
+    assert "halves" not in tables.compared([found, {}])
+
+
+def test_time_per_level(monkeypatch, tmp_path):
+    """By hand: two iterations on 16 points, a check, one iteration on 128 points."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
+    tables = importlib.import_module("tables")
+    path = tmp_path / "rod-adaptive__1.csv"
+    coarse = 2500 * 5e-6 + 0.1  # seconds of an iteration
+    fine = 2500 * 0.13e-3 + 0.1
+    check = 0.2
+    rows = [(0, 1, check), (5000, 1, 2 * coarse + 2 * check), (7500, 4, 2 * coarse + fine + 0.6)]
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("global_step", "level", "seconds"), *rows])
+    levels, total = tables.training_seconds("rod", path)
+    assert levels == pytest.approx([2 * coarse, 0, 0, fine])
+    assert total == pytest.approx(2 * coarse + fine + 3 * check)
 
 
 def test_budgets_without_a_gain_do_not_count(monkeypatch):
