@@ -24,11 +24,11 @@ The algorithm
     δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                         PPO, Eq. (12)
     Â_t = δ_t + γλ (1 − done_t) Â_{t+1}                        PPO, Eq. (11);  GAE, Eq. (16)
     R_t = Â_t + V(s_t)
-    r_t(θ) = π_θ(a_t|s_t) / π_old(a_t|s_t)                                        PPO, Sec. 3
-    L^CLIP(θ) = E[min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)]                   PPO, Eq. (7)
+    ratio_t = π_θ(a_t|s_t) / π_old(a_t|s_t)                              r_t(θ) in PPO, Sec. 3
+    L^CLIP(θ) = E[min(ratio_t Â_t, clip(ratio_t, 1−ε, 1+ε) Â_t)]                 PPO, Eq. (7)
     loss = −L^CLIP(θ) + E[c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]           PPO, Eq. (9)
 
-    The reward r_t is the sign of the change of the score; r_t(θ) is the probability ratio.
+    The reward r_t is the sign of the change of the score. ppo.py explains the equations.
 
 Notation and shapes
     T steps (--num-steps), N games (--num-envs), K epochs, B minibatches of M rows, n actions. What
@@ -96,7 +96,7 @@ def add_ppo_options(parser):
     add("--num-minibatches", type=int, default=4, help="B, minibatches per epoch; divides N · T")
     add("--update-epochs", type=int, default=4, help="K, passes over a rollout (3 to 30)")
     add("--norm-adv", action=FLAG, default=True, help="normalise the advantages of a minibatch")
-    add("--clip-coef", type=float, default=0.1, help="ε, clip r_t(θ) at 1 ± ε (0.1 to 0.3)")
+    add("--clip-coef", type=float, default=0.1, help="ε, clip the ratio at 1 ± ε (0.1 to 0.3)")
     add("--clip-vloss", action=FLAG, default=True, help="clip V's change, too, at ±ε (absolute)")
     add("--ent-coef", type=float, default=0.01, help="c_e, weight of entropy (0 to 0.01)")
     add("--vf-coef", type=float, default=0.5, help="c_v, weight of the value loss (0.5, 1)")
@@ -209,8 +209,9 @@ def rollout(model, pool, args, generator):
     terminated, truncated, and what else `make_rows` names but `next_obs`. Those pictures stay in
     `pool.rows`. On a CPU the next rollout overwrites the buffer: clone what you keep.
     """
-    # Noise makes an action a sample, see `head.sample`. The noise of all T · N actions is drawn
-    # first, in this process, so the actions do not depend on the number of workers.
+    # Noise makes an action a sample: argmax(log π + Gumbel noise) is distributed like a sample of
+    # torch's Categorical. The noise of all T · N actions is drawn first, in this process, so the
+    # actions do not depend on the number of workers.
     noise = model.head.noise(args.num_steps * args.num_envs, generator)
     noise = noise.view(args.num_steps, args.num_envs, -1)
     pool.load(model)
@@ -308,7 +309,7 @@ def losses(model, mb, clip_coef, clip_vloss):
 
     `mb` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
     π_old, values of V before the update, advantages, returns. A recurrent policy's are (T, M, ...).
-    Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,).
+    Returns pg_loss, v_loss, entropy and logratio = log ratio_t, each (M,).
     """
     pi, values = model(**{name: mb[name] for name in model.inputs})
     logprobs = model.head.log_prob(pi, mb["actions"])
@@ -317,7 +318,7 @@ def losses(model, mb, clip_coef, clip_vloss):
     returns = mb["returns"]
     assert logratio.shape == values.shape == advantages.shape == returns.shape
 
-    # PPO, Eq. (7): −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)
+    # PPO, Eq. (7): −min(ratio_t Â_t, clip(ratio_t, 1−ε, 1+ε) Â_t)
     ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
@@ -353,8 +354,8 @@ def minibatch_loss(model, mb, args, clip_coef):
 def policy_change(logratio, clip_coef):
     """Return an estimate of KL(π_old, π) and the share of the ratios beyond 1 ± ε.
 
-    The estimate is E[x − 1 − log x] ≥ 0 with the ratios x = r_t(θ). It is unbiased, as E[x] = 1 for
-    actions of π_old: http://joschu.net/blog/kl-approx.html
+    The estimate is E[x − 1 − log x] ≥ 0 with the ratios x. It is unbiased, as E[x] = 1 for actions
+    of π_old: http://joschu.net/blog/kl-approx.html
     """
     ratio = logratio.exp()
     approx_kl = (ratio - 1 - logratio).mean()
@@ -1205,6 +1206,10 @@ class Run(AbstractContextManager):
 
     def begin(self):
         """Start the games, and log an evaluation before the first iteration."""
+        if self.share_done() >= 1:
+            report(
+                f"the run is complete: to resume it, give --num-iterations above {self.iteration}"
+            )
         self.start_games()
         self.began = time.perf_counter()
         if self.args.eval_every and not self.history:
@@ -1235,7 +1240,7 @@ class Run(AbstractContextManager):
 
         self.recent = (self.recent + episodes)[-100:]
         if self.recent:
-            mean_return, mean_length = np.mean(self.recent, axis=0).tolist()
+            mean_return, mean_length = np.mean(self.recent, axis=0)
             row |= {"episodic_return": mean_return, "episodic_length": mean_length}
         row["sps"] = round(num_steps / seconds)
         row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
@@ -1248,6 +1253,10 @@ class Run(AbstractContextManager):
         if RANK > 0:
             return
         row |= self.counters
+        # A checkpoint must hold plain numbers: those of NumPy and torch become Python's.
+        for name, value in row.items():
+            if hasattr(value, "item"):
+                row[name] = value.item()
         self.history.append(row)
         every = self.args.eval_every
         if every and (self.iteration % every == 0 or self.share_done() >= 1):
@@ -1339,7 +1348,7 @@ class Logger:
 
     def status(self, row, share_done):
         """Return the status line of a row."""
-        line = f"update {row['iteration']} ({share_done:.0%})  steps {row['global_step']:,}"
+        line = f"iteration {row['iteration']} ({share_done:.0%})  steps {row['global_step']:,}"
         for name in SHOWN:
             if name in row:
                 line += f"  {name} {row[name]:,.6g}"

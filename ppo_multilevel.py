@@ -33,7 +33,7 @@ The schedule together, the paper's
     the same noise. The losses of the two differ little, so that few samples tell by how much. The
     coarsest level's loss plus the differences is the finest level's loss:
 
-    L_a = −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)                           PPO, Eq. (7)
+    L_a = −min(ratio_t Â_t, clip(ratio_t, 1−ε, 1+ε) Â_t)                         PPO, Eq. (7)
     ℓ = L_a + c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))                        PPO, Eq. (9)
     loss = Σ_l mean[ℓ^l − ℓ̃^{l−1}],  ℓ̃^0 = 0                               D&E, Algorithm 4
 
@@ -64,11 +64,11 @@ Notation and shapes
 
 Papers, and departures from them
     "D&E" is the multilevel PPO of Dixit & ElSheikh (arXiv 2210.08400), with the algorithms of A.
-    Dixit's "Implementation of multilevel PPO in Stable Baselines 3". "PPO", Â_t, R_t and r_t(θ) are
-    those of ppo.py. With --coupling step a partner is mapped before each step and takes the action
-    of the fine game. By default it is mapped only when an episode starts, and then acts itself,
-    with the same noise. PPO's Eq. (9) has no factor ½; this code has it. What Dixit's text prints
-    otherwise: Algorithm 3 has L_a without its minus sign and the entropy term as −C_e L_now.
+    Dixit's "Implementation of multilevel PPO in Stable Baselines 3". "PPO", Â_t, R_t and ratio_t
+    are those of ppo.py. With --coupling step a partner is mapped before each step and takes the
+    action of the fine game. By default it is mapped only when an episode starts, and then acts
+    itself, with the same noise. PPO's Eq. (9) has no factor ½; this code has it. What Dixit's text
+    prints otherwise: Algorithm 3 has L_a without its minus sign and the entropy term as −C_e L_now.
     Algorithm 4 prints N T^l ≤ M^l where ≥ is meant. Algorithm 5 has map_from after the fine step,
     and assigns ã twice.
 """
@@ -133,7 +133,7 @@ def add_ppo_options(parser):
     add("--num-minibatches", type=int, default=10, help="B, minibatches per epoch; divides N · T")
     add("--update-epochs", type=int, default=5, help="K, passes over a rollout (3 to 30)")
     add("--norm-adv", action=FLAG, default=True, help="normalise the advantages of a minibatch")
-    add("--clip-coef", type=float, default=0.1, help="ε, clip r_t(θ) at 1 ± ε (0.1 to 0.3)")
+    add("--clip-coef", type=float, default=0.1, help="ε, clip the ratio at 1 ± ε (0.1 to 0.3)")
     add("--clip-vloss", action=FLAG, default=False, help="clip V's change, too, at ±ε (absolute)")
     add("--ent-coef", type=float, default=1e-3, help="c_e, weight of entropy (0 to 0.01)")
     add("--vf-coef", type=float, default=1.0, help="c_v, weight of the value loss (0.5, 1)")
@@ -259,7 +259,7 @@ def train(args, rule=None):
             row |= update(model, optimizer, batch, plan, args, generator)
 
             # Only now update the mean and σ of observations. They are part of the policy, so
-            # before the update they would make r_t(θ) ≠ 1 at its start.
+            # before the update they would make ratios ≠ 1 at its start.
             if args.norm_obs:
                 model.obs_norm.update(torch.cat([rows["obs"] for rows in own]))
 
@@ -279,8 +279,9 @@ def rollout(model, sims, level, generator):
     values, next_values, rewards, terminated, truncated, next_obs, and what else `make_rows` names.
     """
     args = sims.args
-    # Noise makes an action a sample, see `head.sample`. The noise of all T · N actions is drawn
-    # first, in this process, so the actions do not depend on the number of workers. Both
+    # Noise makes an action a sample: argmax(log π + Gumbel noise) is distributed like a sample of
+    # torch's Categorical, and μ + σ ε like one of its Normal. The noise of all T · N actions is
+    # drawn first, in this process, so the actions do not depend on the number of workers. Both
     # members of a pair have the same.
     noise = model.head.noise(args.num_steps[level] * args.num_envs, generator)
     noise = noise.view(args.num_steps[level], args.num_envs, -1)
@@ -383,7 +384,7 @@ def losses(model, mb, clip_coef, clip_vloss):
 
     `mb` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
     π_old, values of V before the update, advantages, returns. A recurrent policy's are (T, M, ...).
-    Returns pg_loss, v_loss, entropy and logratio = log r_t(θ), each (M,).
+    Returns pg_loss, v_loss, entropy and logratio = log ratio_t, each (M,).
     """
     pi, values = model(**{name: mb[name] for name in model.inputs})
     logprobs = model.head.log_prob(pi, mb["actions"])
@@ -392,7 +393,7 @@ def losses(model, mb, clip_coef, clip_vloss):
     returns = mb["returns"]
     assert logratio.shape == values.shape == advantages.shape == returns.shape
 
-    # PPO, Eq. (7): −min(r_t(θ) Â_t, clip(r_t(θ), 1−ε, 1+ε) Â_t)
+    # PPO, Eq. (7): −min(ratio_t Â_t, clip(ratio_t, 1−ε, 1+ε) Â_t)
     ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
@@ -414,9 +415,9 @@ def minibatch_loss(model, mb, args):
 
     Without partners all weights are 1, and this is plain PPO.
     --correction literal is the paper's: a partner's policy loss is +min(r Ã, clip(r) Ã), with the
-    ratio r = r_t(θ). It goes to −∞ with r if Ã < 0. --correction bounded takes the signed advantage
-    into the minimum, −min(−r Ã, −clip(r) Ã). This is bounded from below, and has the same gradient
-    at π_old. V is then fitted to own rows only, since −(V − R)² has no minimum.
+    ratio r. It goes to −∞ with r if Ã < 0. --correction bounded takes the signed advantage into the
+    minimum, −min(−r Ã, −clip(r) Ã). This is bounded from below, and has the same gradient at π_old.
+    V is then fitted to own rows only, since −(V − R)² has no minimum.
     """
     weights = mb["weights"]
     policy_weights = weights
@@ -444,8 +445,8 @@ def minibatch_loss(model, mb, args):
 def policy_change(logratio, clip_coef):
     """Return an estimate of KL(π_old, π) and the share of the ratios beyond 1 ± ε.
 
-    The estimate is E[x − 1 − log x] ≥ 0 with the ratios x = r_t(θ). It is unbiased, as E[x] = 1 for
-    actions of π_old: http://joschu.net/blog/kl-approx.html
+    The estimate is E[x − 1 − log x] ≥ 0 with the ratios x. It is unbiased, as E[x] = 1 for actions
+    of π_old: http://joschu.net/blog/kl-approx.html
     """
     ratio = logratio.exp()
     approx_kl = (ratio - 1 - logratio).mean()
@@ -2099,6 +2100,11 @@ class Run(AbstractContextManager):
             report("measuring what steps cost")
             self.sims.measure_costs(self.model)
         self.length = run_length(args, self.sims.costs)
+        if self.share_done() >= 1:
+            report(
+                "the run is complete: to resume it, give more --hours, or --num-iterations above "
+                f"{self.iteration}"
+            )
         self.start_games()
         self.began = time.perf_counter()
         if self.history:
@@ -2140,7 +2146,7 @@ class Run(AbstractContextManager):
             self.recent = []
         self.recent = (self.recent + episodes)[-100:]
         if self.recent:
-            mean_return, mean_length = np.mean(self.recent, axis=0).tolist()
+            mean_return, mean_length = np.mean(self.recent, axis=0)
             row |= {"episodic_return": mean_return, "episodic_length": mean_length}
         row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         self.log(row)
@@ -2159,6 +2165,10 @@ class Run(AbstractContextManager):
         if every and (self.iteration % every == 0 or self.share_done() >= 1):
             row["eval_return"] = self.evaluate()
         self.began = time.perf_counter()
+        # A checkpoint must hold plain numbers: those of NumPy and torch become Python's.
+        for name, value in row.items():
+            if hasattr(value, "item"):
+                row[name] = value.item()
         self.history.append(row)
         if RANK == 0:
             self.logger.write(row, self.share_done())
@@ -2277,7 +2287,7 @@ class Logger:
 
     def status(self, row, share_done):
         """Return the status line of a row."""
-        line = f"update {row['iteration']} ({share_done:.0%})  steps {row['global_step']:,}"
+        line = f"iteration {row['iteration']} ({share_done:.0%})  steps {row['global_step']:,}"
         for name in SHOWN:
             if name in row:
                 line += f"  {name} {row[name]:,.6g}"
@@ -2366,11 +2376,12 @@ MEASUREMENTS = 10
 def analyse(args):
     """Print what --schedule adaptive goes by: what a level costs, and ρ. Returns the rows.
 
-    It writes them to analysis.csv, too.
+    It writes them to analysis.csv, too: in the folder of --eval, or in one of its own, whose name
+    says that it is not that of a run.
     """
     torch.set_num_threads(1)
     model = load_model(args)
-    path = Path(args.eval or run_path(args)) / "analysis.csv"
+    path = Path(args.eval or f"{run_path(args)}__analysis") / "analysis.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     returns = []
     starts = []
@@ -2385,7 +2396,10 @@ def analyse(args):
             rows = level_rows(sims, np.concatenate(returns, axis=1), np.concatenate(starts))
             # An analysis that is stopped leaves what it has found.
             write_table(path, rows)
-            print(f"\nmeasured {measurement + 1} of {MEASUREMENTS} times")
+            print(
+                f"\nmeasured {measurement + 1} of {MEASUREMENTS} times; step_ms is the time of a "
+                "step divided by the number of workers"
+            )
             print_table(rows)
     print(f"table: {path}")
     return rows

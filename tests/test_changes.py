@@ -11,6 +11,10 @@ which those scripts do not have; here the patches need nothing more for it):
     tanh-squashed Gaussian                        2       2 (import, Agent)
     AdamW on weights only, cosine schedule        2       2 (optimizer, annealing)
     separate epochs for V, an option              3       3 (Args, loss, loop)
+
+This prints a copy of ppo.py with one of them, DUAL_CLIP, NOVELTY, SQUASHED, ADAMW or VALUE_EPOCHS:
+
+    python tests/test_changes.py NOVELTY > my_ppo.py
 """
 
 import csv
@@ -19,18 +23,22 @@ import inspect
 import json
 import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-import ppo
-import ppo_atari
-import ppo_multilevel
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of the three scripts
+
+import ppo  # noqa: E402
+import ppo_atari  # noqa: E402
+import ppo_multilevel  # noqa: E402
 
 SMALL = "--num-minibatches 2 --update-epochs 2 --num-workers 0 --quiet --eval-every 0".split()
 OWN = {
@@ -83,6 +91,25 @@ def test_own_numbers(script, tmp_path, monkeypatch):
     assert [row["late"] for row in rows] == ["", "2.5", ""]
     assert [row["iteration"] for row in rows] == ["1", "2", "3"]
     assert run.history[-1]["approx_kl"] > 0
+
+
+@all_scripts
+def test_own_numbers_of_other_types(script, tmp_path, monkeypatch):
+    """NumPy's and torch's numbers are logged as plain ones, and the run can be loaded."""
+    update = script.update
+    own = {"bonus": np.float64(0.25), "novelty": torch.tensor(0.5, requires_grad=True)}
+    own |= {"count": np.int64(3), "tries": 4}
+    monkeypatch.setattr(script, "update", lambda *arguments: update(*arguments) | own)
+    run = script.train(options(script, tmp_path, iterations=1))
+    with (run.run_dir / "progress.csv").open() as file:
+        row = list(csv.DictReader(file))[-1]
+    assert [row[name] for name in own] == ["0.25", "0.5", "3", "4"]
+
+    more = ["--resume", str(run.run_dir), "--num-iterations", "2", "--quiet"]
+    resumed = script.train(script.parse_args(more))
+    assert resumed.iteration == 2 and resumed.history[: len(run.history)] == run.history
+    words = ["--eval", str(run.run_dir), "--eval-episodes", "2"]
+    assert len(script.evaluate_run(script.parse_args(words))) == 2
 
 
 @all_scripts
@@ -191,7 +218,8 @@ NOVELTY = [
 
     def novelty(self, obs):
         \"\"\"Return how badly a network predicts a random one: less where it was trained.\"\"\"
-        return (self.predictor(obs) - self.target(obs)).square().mean(dim=-1)
+        x = self.obs_norm(obs)
+        return (self.predictor(x) - self.target(x)).square().mean(dim=-1)
 """,
     ),
     (
@@ -217,7 +245,10 @@ SQUASHED = [
     (
         "class Memory(nn.Module):\n",
         """class SquashedGaussian(Gaussian):
-    \"\"\"A Gaussian whose samples go through tanh, into (−1, 1).\"\"\"
+    \"\"\"A Gaussian whose samples go through tanh, into (−1, 1).
+
+    Actions are not scaled to a Box of other bounds: there use gymnasium.wrappers.RescaleAction.
+    \"\"\"
 
     def sample(self, mean, noise=None, action_mask=None):
         return np.tanh(super().sample(mean, noise))
@@ -281,6 +312,15 @@ VALUE_EPOCHS = [
 ]
 
 
+def change(patch):
+    """Return the text of ppo.py with a patch."""
+    text = Path(ppo.__file__).read_text()
+    for old, new in patch:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
 @pytest.fixture
 def patched(tmp_path, monkeypatch):
     """Return a function: a patch → a module, a copy of ppo.py with this change.
@@ -289,12 +329,8 @@ def patched(tmp_path, monkeypatch):
     """
 
     def make(patch):
-        text = Path(ppo.__file__).read_text()
-        for old, new in patch:
-            assert text.count(old) == 1, old
-            text = text.replace(old, new)
         path = tmp_path / "changed_ppo.py"
-        path.write_text(text)
+        path.write_text(change(patch))
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, path.stem, module)
@@ -355,13 +391,18 @@ def test_random_network_distillation(patched, tmp_path):
     assert torch.equal(start.target[0].weight, run.model.target[0].weight)
     assert not torch.equal(start.predictor[0].weight, run.model.predictor[0].weight)
     assert_resume_is_exact(module, tmp_path)
+    assert_resume_is_exact(module, tmp_path, "--norm-obs", "--norm-reward")
 
 
 def test_squashed_gaussian(patched, tmp_path):
     """Its density is that of torch's transformed distribution; its entropy is −log π on average."""
     module = patched(SQUASHED)
-    env = ["--env", "Pendulum-v1"]
+    # Pendulum's torque is up to ±2.
+    make = lambda: gym.wrappers.RescaleAction(gym.make("Pendulum-v1"), -1, 1)  # noqa: E731
+    gym.register("RescaledPendulum-v0", make)
+    env = ["--env", "RescaledPendulum-v0"]
     run = run_of(module, tmp_path, *env)
+    assert run.model.action_space == gym.spaces.Box(-1, 1, (1,))
     head = run.model.head
     mean = torch.tensor([[0.3]])
     normal = torch.distributions.Normal(mean, head.log_std.exp())
@@ -407,3 +448,17 @@ def test_separate_epochs_for_the_value_function(patched, tmp_path):
     assert {int(state[p]["step"]) for p in policy} == {2 * 2 * 2}  # iterations, epochs, minibatches
     assert {int(state[p]["step"]) for p in value} == {2 * 3 * 2}
     assert_resume_is_exact(module, tmp_path)
+
+
+def test_command(tmp_path):
+    """The command that the docstring shows prints a copy with a patch, which is a program."""
+    (command,) = re.findall(r"^    python (tests/test_changes.py NOVELTY) >", __doc__, re.MULTILINE)
+    root = Path(ppo.__file__).parent
+    text = subprocess.check_output([sys.executable, *command.split()], cwd=root, text=True)
+    assert text == change(NOVELTY)
+    names = re.findall("[A-Z_]{5,}", __doc__.partition("with one of them")[2].partition(":")[0])
+    assert len(names) == 5 and all(change(globals()[name]) for name in names)
+
+
+if __name__ == "__main__":
+    print(change(globals()[sys.argv[1]]), end="")

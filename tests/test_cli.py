@@ -129,7 +129,7 @@ def test_program(script, finished):
     """It prints a status line and its folder, and no library says anything more."""
     run_dir, done = finished(script)
     status, folder = done.stdout.splitlines()
-    assert status.startswith("update 1 (100%)  steps ")
+    assert status.startswith("iteration 1 (100%)  steps ")
     assert folder == f"run folder: {run_dir}"
     assert done.stderr == ""
     files = sorted(path.name.partition(".tfevents")[0] for path in run_dir.iterdir())

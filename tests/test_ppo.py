@@ -91,6 +91,24 @@ def test_gae_special_lambdas():
         torch.testing.assert_close(one[t], future + gamma ** (T - t) * last[0] - values[t])
 
 
+def test_gae_example():
+    """The numbers that the docstring of ppo.py works out."""
+
+    def column(*numbers):
+        return torch.tensor(numbers)[:, None]
+
+    rewards = column(0.0, 0.0, 1.0)
+    values = column(0.5, 0.6, 0.8)
+    following = column(0.6, 0.8, 9.0)
+    terminated = column(False, False, True)
+    never = column(False, False, False)
+    for gae_lambda, expected in ((0.0, 0.1), (0.5, 0.25), (1.0, 0.5)):
+        ends = (terminated, never)
+        advantages = ppo.gae(rewards, values, following, *ends, 1.0, gae_lambda)
+        assert advantages[0].item() == pytest.approx(expected)
+    assert "Â_0 is 0.1 + 0.5 · 0.2 + 0.25 · 0.2 = 0.25." in ppo.__doc__
+
+
 def test_gae_refuses_other_shapes():
     """All tensors have to be (T, N)."""
     ok, flags = torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.bool)
@@ -630,13 +648,13 @@ def test_total_timesteps(monkeypatch, tmp_path):
 
 
 def test_status_lines(capsys, tmp_path):
-    """Without --quiet there is a line per update, and the last line names the run's folder."""
+    """Without --quiet there is a line per iteration, and the last line names the run's folder."""
     words = [*SMALL[:-1], "--log-dir", str(tmp_path), "--num-iterations", "2"]
     run_dir = ppo.train(ppo.parse_args(words)).run_dir
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and str(run_dir) in lines[-1]
     for i, line in enumerate(lines[:2], start=1):
-        assert re.search(rf"update {i} \({i / 2:.0%}\) .*{128 * i}.*ETA", line)
+        assert re.search(rf"^iteration {i} \({i / 2:.0%}\) .*{128 * i}.*ETA", line)
 
 
 @pytest.mark.slow

@@ -220,7 +220,7 @@ def test_torchrun(tmp_path):
     command += ["2", str(ROOT / "ppo.py"), *argv]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^update 3 \(100%\) ", done.stdout, re.MULTILINE)) == 1
+    assert len(re.findall(r"^iteration 3 \(100%\) ", done.stdout, re.MULTILINE)) == 1
     assert done.stdout.count(f"run folder: {tmp_path / 'run'}") == 1
     assert [row["iteration"] for row in rows(tmp_path / "run")] == ["1", "2", "3"]
 

@@ -273,6 +273,23 @@ def test_other_options(tmp_path, capsys):
     assert again.iteration == 5 and len(again.history) == 5  # it is complete
 
 
+@pytest.mark.parametrize("script", SMALL, ids=lambda script: script.__name__)
+def test_run_that_is_complete(script, tmp_path, capsys):
+    """One line says so, and how it becomes longer. Nothing is said of a run that goes on."""
+    run_dir = small_run(script, tmp_path).run_dir
+    lengths = ["--num-iterations 2", "--num-iterations 1"]
+    if script is not ppo_multilevel:
+        lengths.append("--total-timesteps 1")
+    for length in ["", *lengths]:
+        capsys.readouterr()
+        assert resume(script, run_dir, *length.split()).iteration == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("the run is complete: to resume it, give ")
+        assert line.endswith("--num-iterations above 2")
+    assert resume(script, run_dir, "--num-iterations", "3").iteration == 3
+    assert "complete" not in capsys.readouterr().err
+
+
 def test_other_workers(tmp_path):
     """A run that is resumed with workers learns what it would learn without, up to rounding."""
     run_dir = small_run(ppo, tmp_path, "--env", "envs_tricks:NoiseBox-v0").run_dir

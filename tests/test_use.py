@@ -93,6 +93,15 @@ CASES = {
 }
 
 
+def test_folder_that_is_not_of_a_run(tmp_path, capsys):
+    """One line says so. The folder may be that of an analysis."""
+    (tmp_path / "analysis.csv").touch()
+    with pytest.raises(SystemExit):
+        use_policy.main([str(tmp_path), "--film"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"error: {tmp_path} is no folder of a run: it has no config.json")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_onnx_policy_acts_like_the_model(case, tmp_path):
     """On the way through two episodes and more, the file gives the actions that the env gets."""

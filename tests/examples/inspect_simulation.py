@@ -3,7 +3,8 @@
     python tests/examples/inspect_simulation.py --env tests/examples/rod.py:Rod --levels 1 2 3
 
 It plays two episodes of each level with random actions, and the first step of eight more. It is
-plain Gymnasium in one process, without a policy: change it as you like.
+plain Gymnasium in one process, without a policy: change it as you like. If you train on another
+machine give the number of its cores: --num-workers 32.
 """
 
 import argparse
@@ -27,7 +28,8 @@ import ppo_multilevel as ml  # noqa: E402
 SEED = 10_000  # the seed of the episodes, and the first one of the starts
 NUM_STARTS = 8
 CHECK_EPISODES = 16  # the default of --check-episodes
-NUM_CHECKS = 50  # a run with so many checks can tell which levels pay
+RUN_PER_CHECK = 100  # a run should be so many times as long as a check
+EXPENSIVE = 0.1  # seconds: steps that take longer ask for other options than the defaults
 
 
 class Episode(NamedTuple):
@@ -40,11 +42,15 @@ class Episode(NamedTuple):
     failure: str  # where and how the simulation has failed, else ""
 
 
-def play(env, finest, seed=SEED, most_steps=ml.MOST_STEPS):
+def play(env, finest, seed=SEED, most_steps=ml.MOST_STEPS, global_seed=0):
     """Play an episode, or its first steps, always with the same actions. Returns the Episode.
+
+    The generators of `random` and `np.random` start from a seed of their own, so that levels can be
+    compared even if the simulation draws from them.
 
     Raises RuntimeError if not even the first step succeeds.
     """
+    ml.seed_generators(global_seed)
     rng = np.random.default_rng(SEED)
     observations = []
     rewards = []
@@ -103,9 +109,10 @@ def tell(text):
 
 def look_at_level(number, first, again):
     """Say what two episodes with the same seed and actions show. Returns whether they are right."""
-    if first.end == "failed":
+    failure = first.failure or again.failure
+    if failure:
         tell(
-            f"Level {number} fails, {first.failure}. With --failed-reward such a step ends an "
+            f"Level {number} fails, {failure}. With --failed-reward such a step ends an "
             "episode, not the run."
         )
     if first.end == "none":
@@ -118,7 +125,7 @@ def look_at_level(number, first, again):
             f"Level {number}: two episodes with the same reset(seed) and actions differ. Draw all "
             "random numbers from self.np_random, and let reset set everything that changes."
         )
-    return all(alike) and first.end != "failed"
+    return all(alike) and not failure
 
 
 def look_at_api(env):
@@ -162,38 +169,66 @@ def look_at_scale(name, values, option):
 
 
 def look_at_actions(space):
-    """Say if a Box is far narrower or wider than the first actions, or apart from them."""
+    """Say if a Box is not −1 to 1. One without any bounds is right, too."""
     low = np.float64(space.low)
     high = np.float64(space.high)
-    narrow = high - low < 0.1
-    wide = (high - low > 25) & (high - low < 1e30)  # a width beyond that means unbounded
-    if (narrow | wide | (low > 1) | (high < -1)).any():
+    is_unbounded = (low < -1e30) & (high > 1e30)
+    if (((low != -1) | (high != 1)) & ~is_unbounded).any():
         tell(
-            f"The first actions are 0 ± 1, clipped to the Box, {low.min():g} to {high.max():g}. "
-            "Let --env name a function that returns gymnasium.wrappers.RescaleAction(env, -1, 1)."
+            f"The first actions are 0 ± 1, clipped to the Box, {low.min():g} to {high.max():g}. If "
+            "it is not -1 to 1, half of them or more may be clipped, or all may be small. Let "
+            "--env name a function that returns gymnasium.wrappers.RescaleAction(env, -1, 1)."
         )
 
 
-def look_at_hours(number, episode):
-    """Say how long a check on the finest level and a run take. Returns options."""
-    workers = min(ml.num_cores(), CHECK_EPISODES)
-    check = CHECK_EPISODES * sum(episode.seconds) / workers
-    cycle = check * (1 + ml.Adaptive.CHECK_AFTER)  # a check, and the training before the next one
-    hours = math.ceil(NUM_CHECKS * cycle / 360) / 10
+def look_at_steps(number, episode, num_workers):
+    """Say if a step of the finest level is expensive. Returns options that are right for it then.
+
+    A run with such options is recorded, on a rod whose finest step takes a second.
+    """
+    step = np.mean(episode.seconds[1:])
+    if step < EXPENSIVE:
+        return []
     tell(
-        f"A check plays {CHECK_EPISODES} episodes on level {number}, {workers} at a time, which "
-        f"takes {check:.2g} s. Until the next one training takes {ml.Adaptive.CHECK_AFTER} times "
-        f"as long. A run should have time for {NUM_CHECKS} checks. It has in {hours:g} hours."
+        f"A step of level {number} takes {step:.2g} s. For such expensive steps the command below "
+        "has small rollouts, a larger learning rate, and checkpoints after every iteration. It has "
+        "no evaluations: watch check_return, and evaluate after the run."
+    )
+    workers = max(1, num_workers)
+    num_steps = min(len(episode.rewards), 50)
+    # Four environments for each worker, or fewer: a rollout should have no more than 2,500 steps.
+    num_envs = workers * max(1, min(4, 2500 // (workers * num_steps)))
+    # Four minibatches must divide a rollout.
+    multiple = 4 // math.gcd(num_envs, 4)
+    num_steps = max(4, num_steps // multiple * multiple)
+    options = f"--num-envs {num_envs} --num-steps {num_steps} --num-minibatches 4 "
+    options += "--learning-rate 3e-4 --init-log-std -1 --save-every 1 --eval-every 0 "
+    options += f"--num-workers {num_workers}"
+    return options.split()
+
+
+def look_at_hours(number, episode, num_workers):
+    """Say how long a check on the finest level and a run take. Returns options."""
+    at_a_time = max(1, min(num_workers, CHECK_EPISODES))
+    check = CHECK_EPISODES * sum(episode.seconds) / at_a_time
+    hours = math.ceil(RUN_PER_CHECK * check / 360) / 10
+    num_checks = RUN_PER_CHECK // (1 + ml.Adaptive.CHECK_AFTER)
+    tell(
+        f"A check plays {CHECK_EPISODES} episodes on level {number}, {at_a_time} at a time, which "
+        f"takes {check:.2g} s. A run should be {RUN_PER_CHECK} times as long as a check. About "
+        f"{num_checks} checks are made in it then, because training takes "
+        f"{ml.Adaptive.CHECK_AFTER} times as long as a check between two. Rounded up, this is "
+        f"{hours:g} hours."
     )
     return ["--hours", f"{hours:g}"]
 
 
-def inspect(numbers, envs):
+def inspect(numbers, envs, num_workers):
     """Print costs and advice. Returns options of the next command."""
     print("   level     reset s      step s   steps         end      return")
     pairs = []
     for number, env in zip(numbers, envs):
-        first = play(env, envs[-1])
+        first = play(env, envs[-1], global_seed=1)
         again = play(env, envs[-1])
         pairs.append((number, first, again))
         costs = f"{number:8}{again.seconds[0]:12.2g}{np.mean(again.seconds[1:]):12.2g}"
@@ -207,6 +242,7 @@ def inspect(numbers, envs):
     ends = {episode.end for episode in episodes}
     if all(are_right):
         look_at_api(envs[0])
+    if "failed" not in ends:
         compare_levels(envs, returns)
     options = look_at_scale("observations", obs, "--norm-obs")
     options += look_at_scale("returns", returns, "--norm-value")
@@ -214,12 +250,15 @@ def inspect(numbers, envs):
         look_at_actions(envs[-1].action_space)
     if ends == {"truncated"}:
         tell(
-            "All episodes are truncated, so V stands for rewards that would have followed. If a "
-            "fixed horizon belongs to the task, return terminated and put the time into obs."
+            "All episodes are truncated, which is right for a plant that runs on: V stands for the "
+            "rewards that would have followed. A batch process that stops is terminated: return "
+            "terminated then, and put the time into obs."
         )
-    # A run on a single level makes no checks.
-    if len(envs) > 1 and not ends & {"failed", "none"}:
-        options += look_at_hours(numbers[-1], episodes[-1])
+    if not ends & {"failed", "none"}:
+        options += look_at_steps(numbers[-1], episodes[-1], num_workers)
+        # A run on a single level makes no checks.
+        if len(envs) > 1:
+            options += look_at_hours(numbers[-1], episodes[-1], num_workers)
     return options
 
 
@@ -228,11 +267,13 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--env", required=True, help="as ppo_multilevel.py takes it")
     parser.add_argument("--levels", type=int, nargs="+", required=True, help="coarse to fine")
+    add = parser.add_argument
+    add("--num-workers", type=int, default=ml.num_cores(), help="processes that play in training")
     args = parser.parse_args(argv)
     sys.path.append(".")  # where a module of --env may lie
 
     envs = [ml.make_env(ml.env_name(args.env), number) for number in args.levels]
-    options = inspect(args.levels, envs)
+    options = inspect(args.levels, envs, args.num_workers)
     for env in envs:
         ml.close_env(env, env)
     print("\nWhen the simulation is as you want it, train:\n")

@@ -202,6 +202,8 @@ def main(argv=None):
     parser.add_argument("--episodes", type=int, help="of --compare; None: as in evaluations")
     words = parser.parse_args(argv)
     sys.path.append(".")  # where a module may lie
+    if not (Path(words.run_dir) / "config.json").exists():
+        parser.error(f"{words.run_dir} is no folder of a run: it has no config.json")
 
     script, args, model = load(words.run_dir)
     if words.film:
