@@ -659,6 +659,7 @@ class Adaptive:
     MEASURE_SHARE = 0.05  # measurements of ρ may take this share of the time
     LEAST_RHO = 0.03  # a smaller ρ, or one below 0, counts as this
     HIGH_RHO = 0.9  # from here on what is good on a level is good on the finest one
+    FAIR_RHO = 0.7  # from here on its steps are worth half of the finest level's, or more: ρ²
 
     def __init__(self, args):
         self.args = args
@@ -753,13 +754,15 @@ class Adaptive:
     def progress_is_hidden(self):
         """Whether returns on this level still rise in training, though checks do not.
 
-        That counts only where it is good for the finest level as well: where ρ is high.
+        That counts only where it is good for the finest level as well: where ρ is high. While no
+        window has gained, going back would lose all training, so a fair ρ is enough.
 
         The return of the policy's mode can stand still, or fall, while that of its samples rises.
         The slope of a least-squares line through the window's own returns must be over two errors.
         """
         y = self.own_returns
-        if len(y) < 4 or self.rho[self.level] < self.HIGH_RHO:
+        least_rho = self.HIGH_RHO if self.has_gained else self.FAIR_RHO
+        if len(y) < 4 or self.rho[self.level] < least_rho:
             return False
         (slope, _), covariance = np.polyfit(range(len(y)), y, 1, cov=True)
         return bool(slope > 2 * covariance[0, 0] ** 0.5)

@@ -311,21 +311,25 @@ def test_a_gain_makes_an_early_measurement_needless(adaptive):
     assert rule.has_gained
 
 
-@pytest.mark.parametrize("rho", [1.0, 0.89])
+@pytest.mark.parametrize(
+    "gained, rho, agrees",
+    [(True, 1.0, True), (True, 0.89, False), (False, 0.71, True), (False, 0.69, False)],
+)
 @pytest.mark.parametrize(
     "own_returns, rises", [([0, 1, 2, 3], True), ([3, 2, 1, 0], False), ([0, 9, 1, 8], False)]
 )
-def test_hidden_progress(adaptive, rho, own_returns, rises):
+def test_hidden_progress(adaptive, gained, rho, agrees, own_returns, rises):
     """Worse parameters are left for the best, but not where the level's own return rises and the
-    level agrees with the finest one."""
+    level agrees with the finest one. While nothing has gained, it need not agree as well."""
     rule, run = adaptive()
+    rule.has_gained = gained
     with torch.no_grad():
         run.model.weight.fill_(7.0)
     rule.rho[0] = rho
     own = [value + 0.01 * (-1) ** i for i, value in enumerate(np.repeat(own_returns, 2))]
     assert window(rule, run, -1.0, own_returns=own) == 8
-    stays = rises and rho == 1.0
-    assert rule.plan().refit is not stays
+    stays = rises and agrees
+    assert rule.plan().refit == (not stays or rule.level > 0)
     assert (float(run.model.weight.detach()) == 7.0) == stays
 
 
