@@ -642,10 +642,12 @@ class Adaptive:
     finest level with the policy's mode, always from the same starts. If the best check has risen by
     more than its noise, the level's trust becomes 1. That of all others doubles, up to 1: the
     policy has changed, so what they failed at is past. Without a gain the level's trust is halved.
-    While no window has gained, such a failure says that ρ may be far from 1, so ρ is measured.
     If, besides, the latest check is below the best one, training goes back to the best parameters,
     unless the level's own returns still rise (`progress_is_hidden`). The best parameters by the
     checks are the run's result.
+
+    While no window has gained, a failure says that ρ may be far from 1, so it is measured then, if
+    the run pays for that. Only if it is low, training goes back to the first parameters.
 
     Every check has the same starts, so two checks are compared start by start. All times here are
     those of the run's clock, see `Costs`.
@@ -659,7 +661,7 @@ class Adaptive:
     MEASURE_SHARE = 0.05  # measurements of ρ may take this share of the time
     LEAST_RHO = 0.03  # a smaller ρ, or one below 0, counts as this
     HIGH_RHO = 0.9  # from here on what is good on a level is good on the finest one
-    FAIR_RHO = 0.7  # from here on its steps are worth half of the finest level's, or more: ρ²
+    FAIR_RHO = 0.7  # from here on a step is worth half of one of the finest level or more (ρ²)
 
     def __init__(self, args):
         self.args = args
@@ -745,24 +747,26 @@ class Adaptive:
             return
 
         self.trust[self.level] /= 2
+        # While no window has gained, the best parameters are the first ones. Going back to them
+        # loses all training, so it has to be known that the level misleads.
+        may_go_back = self.has_gained
         if self.early_measurement_is_due(run):
             self.measure(run)
+            may_go_back = self.rho[self.level] < self.FAIR_RHO
         is_worse = self.latest_returns.mean() < self.best_returns.mean()
-        if is_worse and not self.progress_is_hidden():
+        if may_go_back and is_worse and not self.progress_is_hidden():
             self.go_back(run)
 
     def progress_is_hidden(self):
         """Whether returns on this level still rise in training, though checks do not.
 
-        That counts only where it is good for the finest level as well: where ρ is high. While no
-        window has gained, going back would lose all training, so a fair ρ is enough.
+        That counts only where it is good for the finest level as well: where ρ is high.
 
         The return of the policy's mode can stand still, or fall, while that of its samples rises.
         The slope of a least-squares line through the window's own returns must be over two errors.
         """
         y = self.own_returns
-        least_rho = self.HIGH_RHO if self.has_gained else self.FAIR_RHO
-        if len(y) < 4 or self.rho[self.level] < least_rho:
+        if len(y) < 4 or self.rho[self.level] < self.HIGH_RHO:
             return False
         (slope, _), covariance = np.polyfit(range(len(y)), y, 1, cov=True)
         return bool(slope > 2 * covariance[0, 0] ** 0.5)
@@ -812,11 +816,15 @@ class Adaptive:
         return is_time and self.measurement_seconds(run) <= affordable
 
     def early_measurement_is_due(self, run):
-        """Whether no window has gained, and the whole run pays for measuring ρ now."""
-        needed = self.measurement_seconds(run)
-        share_of_run = needed / run.seconds() * run.share_done()
-        is_affordable = needed <= run.seconds() and share_of_run <= self.MEASURE_SHARE
-        return is_affordable and not self.has_gained and not self.measurements
+        """Whether ρ is unknown, no window has gained, and the run pays for measuring ρ now.
+
+        The run so far must have been as long as that takes. Of the whole run it may take a share.
+        """
+        if self.has_gained or self.measurements:
+            return False
+        whole_run = run.seconds() / run.share_done()
+        affordable = min(run.seconds(), self.MEASURE_SHARE * whole_run)
+        return self.measurement_seconds(run) <= affordable
 
     def measurement_seconds(self, run):
         """Return how long it takes to measure ρ."""

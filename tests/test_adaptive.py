@@ -311,25 +311,38 @@ def test_a_gain_makes_an_early_measurement_needless(adaptive):
     assert rule.has_gained
 
 
-@pytest.mark.parametrize(
-    "gained, rho, agrees",
-    [(True, 1.0, True), (True, 0.89, False), (False, 0.71, True), (False, 0.69, False)],
-)
+@pytest.mark.parametrize("rho", [1.0, 0.89])
 @pytest.mark.parametrize(
     "own_returns, rises", [([0, 1, 2, 3], True), ([3, 2, 1, 0], False), ([0, 9, 1, 8], False)]
 )
-def test_hidden_progress(adaptive, gained, rho, agrees, own_returns, rises):
+def test_hidden_progress(adaptive, rho, own_returns, rises):
     """Worse parameters are left for the best, but not where the level's own return rises and the
-    level agrees with the finest one. While nothing has gained, it need not agree as well."""
+    level agrees with the finest one."""
     rule, run = adaptive()
-    rule.has_gained = gained
+    rule.has_gained = True
     with torch.no_grad():
         run.model.weight.fill_(7.0)
     rule.rho[0] = rho
     own = [value + 0.01 * (-1) ** i for i, value in enumerate(np.repeat(own_returns, 2))]
     assert window(rule, run, -1.0, own_returns=own) == 8
-    stays = rises and agrees
-    assert rule.plan().refit == (not stays or rule.level > 0)
+    stays = rises and rho == 1.0
+    assert rule.plan().refit is not stays
+    assert (float(run.model.weight.detach()) == 7.0) == stays
+
+
+@pytest.mark.parametrize("rho, stays", [(None, True), (0.71, True), (0.69, False)])
+def test_first_failures_go_back_only_if_the_level_misleads(adaptive, monkeypatch, rho, stays):
+    """The best parameters are still the first ones. Without a measurement nothing is gone back."""
+    rule, run = adaptive()
+
+    def measure(run):
+        rule.rho[0] = rho
+
+    monkeypatch.setattr(rule, "early_measurement_is_due", lambda run: rho is not None)
+    monkeypatch.setattr(rule, "measure", measure)
+    with torch.no_grad():
+        run.model.weight.fill_(7.0)
+    assert window(rule, run, -1.0) == 8
     assert (float(run.model.weight.detach()) == 7.0) == stays
 
 
@@ -631,7 +644,7 @@ def test_refit_advantages_are_in_the_rewards_unit():
 
 # Runs ---------------------------------------------------------------------------------------------
 
-STOPS = (3, 14, 50)  # before these iterations the games of the run start anew
+STOPS = (3, 14, 40)  # before these iterations the games of the run start anew
 
 
 def rows(run_dir):
@@ -656,10 +669,11 @@ def run(tmp_path_factory):
         return ml.train(ml.parse_args(words))
 
 
-# What commit 625529d, a rewrite before, did with the same seeds of the games.
+# Levels are those that commit 625529d, a rewrite before, chose with the same seeds of the games.
+# So are checks until the first failure, after which training does not go back any more.
 RECORDED_LEVELS = [1] + 7 * [1] + 8 * [2] + 8 * [3]
-RECORDED_CHECKS = {0: 0.562733, 6: 0.554699, 7: 0.554844, 13: 0.556910, 15: 0.559825}
-RECORDED_CHECKS |= {19: 0.555313, 23: 0.563298}
+RECORDED_CHECKS = {0: 0.562733, 6: 0.554699, 7: 0.554844, 13: 0.557923, 15: 0.559877}
+RECORDED_CHECKS |= {19: 0.561835, 23: 0.564678}
 
 
 def test_recorded_choices(tmp_path):
