@@ -48,9 +48,8 @@ The algorithm
     The clip means that a row stops pushing: once its action's probability has changed by a factor
     beyond 1 ± ε in the direction that Â_t asks for, this row's policy gradient is 0. It does not
     limit the probability, which other rows still move, as all share the weights. `clipfrac` is the
-    share of ratios beyond 1 ± ε: with --learning-rate 1e-2 up to 0.19 on CartPole. The minimum
-    keeps the gradient that moves the probability back. In the loss the entropy H rewards a policy
-    that keeps trying different actions:
+    share of ratios beyond 1 ± ε. The minimum keeps the gradient that moves the probability back. In
+    the loss the entropy H rewards a policy that keeps trying different actions:
 
     loss = −L^CLIP(θ) + E[c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]           PPO, Eq. (9)
            + β E[KL(π_old(·|s_t), π_θ(·|s_t))], only with --kl-coef               PPO, Eq. (8)
@@ -380,7 +379,8 @@ def losses(model, mb, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
     `mb` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
-    π_old, values of V before the update, advantages, returns. A recurrent policy's are (T, M, ...).
+    π_old, values of V before the update, advantages, returns. Those of a recurrent policy, which
+    only ppo.py has, are (T, M, ...).
     Returns pg_loss, v_loss, entropy and logratio = log ratio_t, each (M,).
     """
     pi, values = model(**{name: mb[name] for name in model.inputs})
@@ -947,7 +947,8 @@ def as_function(module):
 def make_env(env_id, video=None):
     """Return the env, observations as vectors. It films its first episode if `video` is a folder.
 
-    Raises ValueError for Atari games, and if observations cannot be vectors.
+    Raises ValueError for Atari games, and if observations cannot be vectors. Raises ImportError if
+    the env's code ends the program.
     """
     if "ALE/" in env_id:
         raise ValueError("argument --env: Atari games are for ppo_atari.py")
@@ -955,7 +956,7 @@ def make_env(env_id, video=None):
     try:
         env = gym.make(env_id, **options)
     except SystemExit as error:
-        raise ImportError(f"{env_id} ended the program on import, exit code {error}") from None
+        raise ImportError(f"{env_id} ended the program, exit code {error}") from None
     if video:
         env = gym.wrappers.RecordVideo(env, video, episode_trigger=lambda k: k == 0)
 
@@ -996,7 +997,10 @@ def to_env(actions, space):
 
 
 def as_array(obs, shape):
-    """Return an observation as an array of that shape. Raises TypeError if it has no numbers."""
+    """Return an observation as an array of that shape.
+
+    Raises TypeError if it has no numbers, and ValueError if they do not fit the shape.
+    """
     # Text would be converted, and an observation of another shape would be stretched.
     obs = np.asarray(obs)
     if obs.dtype.kind not in "biuf":
@@ -1007,8 +1011,8 @@ def as_array(obs, shape):
 def has_masks(env):
     """Whether the env says which actions are allowed, by a method or in the info of reset.
 
-    It is None if it does not: then `Game.show` refuses masks that come later. Raises ValueError if
-    only its observations do.
+    It is None if a discrete env does not say: then `Game.show` refuses masks that come later.
+    Raises ValueError if only its observations do.
     """
     if not num_choices(env.action_space):
         return False
@@ -1042,7 +1046,7 @@ def action_mask(env, info):
 
 @contextmanager
 def closing_env(env):
-    """Lend an env of which the spaces are looked at, and close it."""
+    """Lend an env for a short look, and close it."""
     try:
         yield env
     finally:
@@ -1518,7 +1522,6 @@ class Run(AbstractContextManager):
         self.history = []
         self.signal = None
         self.asked = None  # when a signal asked the run to stop
-        self.began = None  # when the current iteration began
         if args.resume:
             self.restore()
         # The stack closes what is open if this block fails.
@@ -1528,23 +1531,19 @@ class Run(AbstractContextManager):
             self.stack = self.stack.pop_all()
 
     def open(self):
-        """Make the games, catch signals and open the files."""
+        """Make the games and open the files."""
         for signum in SIGNALS:
             self.stack.callback(signal.signal, signum, signal.getsignal(signum))
+            # Until the first iteration a signal stops the run at once.
+            signal.signal(signum, signal.default_int_handler)
         if NUM_RANKS > 1:
             backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
             self.stack.callback(dist.destroy_process_group)
         self.pool = self.stack.enter_context(closing(make_pool(self.args, self.model)))
-        self.catch_signals()
         if RANK == 0:
             logger = Logger(self.run_dir, self.args, self.history)
             self.logger = self.stack.enter_context(closing(logger))
-
-    def catch_signals(self):
-        """Have signals stop the run, also where a library of the games has caught them itself."""
-        for signum in SIGNALS:
-            signal.signal(signum, self.stop)
 
     @property
     def iteration(self):
@@ -1556,16 +1555,12 @@ class Run(AbstractContextManager):
         return self.iteration / self.args.num_iterations
 
     def stop(self, signum, _):
-        """Note a signal. A repeat within a second is ignored, one after that stops at once.
-
-        Before the games have started nothing is lost, so then the first one does so, too.
-        """
-        has_begun = self.began is not None
-        if has_begun and self.asked is None:
+        """Note a signal. A repeat within a second is ignored, one after that stops at once."""
+        if self.asked is None:
             self.signal = signum
             self.asked = time.monotonic()
             report("stopping after this iteration; Ctrl-C or SIGTERM once more to stop now")
-        elif not has_begun or time.monotonic() > self.asked + 1:
+        elif time.monotonic() > self.asked + 1:
             report("stopped at once; iterations since the last checkpoint are lost")
             raise KeyboardInterrupt
 
@@ -1576,7 +1571,6 @@ class Run(AbstractContextManager):
                 f"the run is complete: to resume it, give --num-iterations above {self.iteration}"
             )
         self.start_games()
-        self.began = time.perf_counter()
         if self.args.eval_every and not self.history:
             self.log({})
 
@@ -1590,7 +1584,9 @@ class Run(AbstractContextManager):
         The ranks tell each other of signals here, and the clock of the iteration starts.
         """
         self.began = time.perf_counter()
-        self.catch_signals()
+        # A library of the games may have caught signals itself.
+        for signum in SIGNALS:
+            signal.signal(signum, self.stop)
         # A signal that one rank has received stops all ranks.
         agreed = max(gathered_objects(self.signal or 0))
         self.signal = agreed or self.signal

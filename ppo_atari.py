@@ -61,7 +61,7 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from pathlib import Path
 
 import ale_py
@@ -308,7 +308,8 @@ def losses(model, mb, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
     `mb` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
-    π_old, values of V before the update, advantages, returns. A recurrent policy's are (T, M, ...).
+    π_old, values of V before the update, advantages, returns. Those of a recurrent policy, which
+    only ppo.py has, are (T, M, ...).
     Returns pg_loss, v_loss, entropy and logratio = log ratio_t, each (M,).
     """
     pi, values = model(**{name: mb[name] for name in model.inputs})
@@ -364,8 +365,6 @@ def policy_change(logratio, clip_coef):
 
 
 # ------------------------------------------------------------------------------------ update
-# An env's module may have switched gradients off.
-@torch.enable_grad()
 def update(model, optimizer, batch, args, clip_coef, generator):
     """Take K epochs of minibatch steps, unless the policy moves beyond --target-kl.
 
@@ -427,7 +426,7 @@ def mean_row(rows):
 # ------------------------------------------------------------------------------------ model
 def make_model(args):
     """Return the Model for the game, its weights drawn from torch's global generator."""
-    with closing_env(make_env(args)) as env:
+    with closing(make_env(args)) as env:
         model = Model(env.action_space, args.precision)
     device = args.device
     # Take cuda if there is a GPU for each rank of this machine.
@@ -623,23 +622,6 @@ def make_env(args, video=None):
     return env
 
 
-@contextmanager
-def closing_env(env):
-    """Lend an env of which the spaces are looked at, and close it."""
-    try:
-        yield env
-    finally:
-        close_env(env, env)
-
-
-def close_env(env, place):
-    """Close an env. An error in this is reported, and does not end the run."""
-    try:
-        env.close()
-    except Exception as error:
-        report(f"{place} failed in close: {error}")
-
-
 class GameError(RuntimeError):
     """A game or a worker failed: a line that says which and how, then the traceback."""
 
@@ -659,12 +641,6 @@ class AtWork(AbstractContextManager):
         if not isinstance(error, (Exception, SystemExit)):
             return
         line = f"{self.game.place()} failed in {self.doing}: {kind.__name__}: {error}"
-        if "unpack" in str(error):
-            line += (
-                "; reset must return (obs, info), step (obs, reward, terminated, truncated, info)"
-            )
-        if "daemonic" in str(error):
-            line += "; an env with processes of its own needs --num-workers 0"
         raise GameError(f"{line}\n{traceback.format_exc()}") from None
 
 
@@ -888,7 +864,7 @@ class Player:
     def close(self):
         """Close all envs."""
         for game in self.games:
-            close_env(game.env, game.place())
+            game.env.close()
 
 
 def make_pool(args, model):
@@ -1153,7 +1129,6 @@ class Run(AbstractContextManager):
         self.history = []
         self.signal = None
         self.asked = None  # when a signal asked the run to stop
-        self.began = None  # when the current iteration began
         if args.resume:
             self.restore()
         # The stack closes what is open if this block fails.
@@ -1163,23 +1138,19 @@ class Run(AbstractContextManager):
             self.stack = self.stack.pop_all()
 
     def open(self):
-        """Make the games, catch signals and open the files."""
+        """Make the games and open the files."""
         for signum in SIGNALS:
             self.stack.callback(signal.signal, signum, signal.getsignal(signum))
+            # Until the first iteration a signal stops the run at once.
+            signal.signal(signum, signal.default_int_handler)
         if NUM_RANKS > 1:
             backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backends, timeout=datetime.timedelta(days=1))
             self.stack.callback(dist.destroy_process_group)
         self.pool = self.stack.enter_context(closing(make_pool(self.args, self.model)))
-        self.catch_signals()
         if RANK == 0:
             logger = Logger(self.run_dir, self.args, self.history)
             self.logger = self.stack.enter_context(closing(logger))
-
-    def catch_signals(self):
-        """Have signals stop the run, also where a library of the games has caught them itself."""
-        for signum in SIGNALS:
-            signal.signal(signum, self.stop)
 
     @property
     def iteration(self):
@@ -1191,16 +1162,12 @@ class Run(AbstractContextManager):
         return self.iteration / self.args.num_iterations
 
     def stop(self, signum, _):
-        """Note a signal. A repeat within a second is ignored, one after that stops at once.
-
-        Before the games have started nothing is lost, so then the first one does so, too.
-        """
-        has_begun = self.began is not None
-        if has_begun and self.asked is None:
+        """Note a signal. A repeat within a second is ignored, one after that stops at once."""
+        if self.asked is None:
             self.signal = signum
             self.asked = time.monotonic()
             report("stopping after this iteration; Ctrl-C or SIGTERM once more to stop now")
-        elif not has_begun or time.monotonic() > self.asked + 1:
+        elif time.monotonic() > self.asked + 1:
             report("stopped at once; iterations since the last checkpoint are lost")
             raise KeyboardInterrupt
 
@@ -1211,7 +1178,6 @@ class Run(AbstractContextManager):
                 f"the run is complete: to resume it, give --num-iterations above {self.iteration}"
             )
         self.start_games()
-        self.began = time.perf_counter()
         if self.args.eval_every and not self.history:
             self.log({})
 
@@ -1225,7 +1191,9 @@ class Run(AbstractContextManager):
         The ranks tell each other of signals here, and the clock of the iteration starts.
         """
         self.began = time.perf_counter()
-        self.catch_signals()
+        # A library of the games may have caught signals itself.
+        for signum in SIGNALS:
+            signal.signal(signum, self.stop)
         # A signal that one rank has received stops all ranks.
         agreed = max(gathered_objects(self.signal or 0))
         self.signal = agreed or self.signal
@@ -1428,10 +1396,10 @@ def evaluate_run(args):
 # ------------------------------------------------------------------------------------ command line
 EXAMPLES = """
 examples:
-  python ppo_atari.py --env Breakout                       train, for hours
+  python ppo_atari.py --env Breakout                           train, for hours
   python ppo_atari.py --env Pong --total-timesteps 3000000     train, for less
-  python ppo_atari.py --resume RUN_DIR --num-workers 8     go on, with more processes
-  python ppo_atari.py --eval RUN_DIR --video               evaluate, and film a game
+  python ppo_atari.py --resume RUN_DIR --num-workers 8         resume, with more processes
+  python ppo_atari.py --eval RUN_DIR --video                   evaluate, and film a game
 """
 
 
@@ -1531,7 +1499,6 @@ def check_weights(parser, args, run_dir):
 
 def main():
     """Run the command line. Returns the exit code: 1 for failures, 2 for wrong options or files."""
-    sys.path.append(os.getcwd())  # where a module of --env may lie
     sys.stdout.reconfigure(errors="replace")  # not all of Windows's code pages have a γ
     args = None
     try:

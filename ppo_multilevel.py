@@ -383,7 +383,8 @@ def losses(model, mb, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
     `mb` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
-    π_old, values of V before the update, advantages, returns. A recurrent policy's are (T, M, ...).
+    π_old, values of V before the update, advantages, returns. Those of a recurrent policy, which
+    only ppo.py has, are (T, M, ...).
     Returns pg_loss, v_loss, entropy and logratio = log ratio_t, each (M,).
     """
     pi, values = model(**{name: mb[name] for name in model.inputs})
@@ -923,8 +924,8 @@ def refit_values(model, batch):
 
     After a change of level V is wrong, and its errors would reach the policy as advantages. The fit
     is in closed form, to R_t as recorded. R_t has rewards in it, so it is less wrong than V. Â_t
-    becomes R_t − V(s_t). It is a ridge regression, which keeps the weights
-    small. With large ones V's gradient would dominate the layers that V shares with the policy.
+    becomes R_t − V(s_t). It is a ridge regression, which keeps the weights small. With large ones
+    V's gradient would dominate the layers that V shares with the policy.
     """
     features = model.critic(model.obs_norm(batch["obs"]))
     features = nn.functional.pad(features, (0, 1), value=1.0).double()  # (M, F + 1)
@@ -1224,14 +1225,18 @@ def keep_freed_memory():
 def make_env(env_id, number, **options):
     """Return the simulation `env_id` on the level of a number; its maker gets `options` it knows.
 
-    Raises ValueError if it has spaces that the model does not know.
+    Raises ValueError if it has spaces that the model does not know, and ImportError if its code
+    ends the program.
     """
-    make = load_make(env_id)
-    parameters = inspect.signature(make).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if not takes_all:
-        options = {name: value for name, value in options.items() if name in parameters}
-    env = make(level=number, **options)
+    try:
+        make = load_make(env_id)
+        parameters = inspect.signature(make).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if not takes_all:
+            options = {name: value for name, value in options.items() if name in parameters}
+        env = make(level=number, **options)
+    except SystemExit as error:
+        raise ImportError(f"{env_id} ended the program, exit code {error}") from None
 
     space = env.observation_space
     actions = env.action_space
@@ -1249,10 +1254,7 @@ def load_make(name):
     if ":" not in name:
         raise ValueError(f"no env '{name}'; known: {', '.join(CASES)}, file.py:make, module:make")
     module, _, function = name.rpartition(":")
-    try:
-        loaded = load_file(module) if module.endswith(".py") else importlib.import_module(module)
-    except SystemExit as error:
-        raise ImportError(f"{module} ended the program on import, exit code {error}") from None
+    loaded = load_file(module) if module.endswith(".py") else importlib.import_module(module)
     return getattr(loaded, function)
 
 
@@ -1282,7 +1284,10 @@ def to_env(actions, space):
 
 
 def as_array(obs, shape):
-    """Return an observation as an array of that shape. Raises TypeError if it has no numbers."""
+    """Return an observation as an array of that shape.
+
+    Raises TypeError if it has no numbers, and ValueError if they do not fit the shape.
+    """
     # Text would be converted, and an observation of another shape would be stretched.
     obs = np.asarray(obs)
     if obs.dtype.kind not in "biuf":
@@ -1302,7 +1307,7 @@ def steps_in_batches(env):
 
 @contextmanager
 def closing_env(env):
-    """Lend an env of which the spaces are looked at, and close it."""
+    """Lend an env for a short look, and close it."""
     try:
         yield env
     finally:
@@ -2045,7 +2050,6 @@ class Run(AbstractContextManager):
         self.history = []
         self.signal = None
         self.asked = None  # when a signal asked the run to stop
-        self.began = None  # when the current iteration began
         self.length = None  # the run's length, in seconds of its clock
         self.evaluated = None  # the rule's best parameters at the last evaluation, and its return
         # The stack closes what is open if this block fails.
@@ -2055,24 +2059,20 @@ class Run(AbstractContextManager):
             self.stack = self.stack.pop_all()
 
     def open(self):
-        """Make the games, catch signals and open the files."""
+        """Make the games and open the files."""
         for signum in SIGNALS:
             self.stack.callback(signal.signal, signum, signal.getsignal(signum))
+            # Until the first iteration a signal stops the run at once.
+            signal.signal(signum, signal.default_int_handler)
         if NUM_RANKS > 1:
             dist.init_process_group("gloo", timeout=datetime.timedelta(days=1))
             self.stack.callback(dist.destroy_process_group)
         self.sims = self.stack.enter_context(closing(Simulations(self.args, self.model)))
         if self.args.resume:
             self.restore()
-        self.catch_signals()
         if RANK == 0:
             logger = Logger(self.run_dir, self.args, self.history)
             self.logger = self.stack.enter_context(closing(logger))
-
-    def catch_signals(self):
-        """Have signals stop the run, also where a library of the games has caught them itself."""
-        for signum in SIGNALS:
-            signal.signal(signum, self.stop)
 
     @property
     def iteration(self):
@@ -2090,16 +2090,12 @@ class Run(AbstractContextManager):
         return self.seconds() / self.length
 
     def stop(self, signum, _):
-        """Note a signal. A repeat within a second is ignored, one after that stops at once.
-
-        Before the games have started nothing is lost, so then the first one does so, too.
-        """
-        has_begun = self.began is not None
-        if has_begun and self.asked is None:
+        """Note a signal. A repeat within a second is ignored, one after that stops at once."""
+        if self.asked is None:
             self.signal = signum
             self.asked = time.monotonic()
             report("stopping after this iteration; Ctrl-C or SIGTERM once more to stop now")
-        elif not has_begun or time.monotonic() > self.asked + 1:
+        elif time.monotonic() > self.asked + 1:
             report("stopped at once; iterations since the last checkpoint are lost")
             raise KeyboardInterrupt
 
@@ -2139,7 +2135,9 @@ class Run(AbstractContextManager):
 
         A signal that one rank has received stops all ranks.
         """
-        self.catch_signals()
+        # A library of the games may have caught signals itself.
+        for signum in SIGNALS:
+            signal.signal(signum, self.stop)
         agreed = max(gathered_objects(self.signal or 0))
         self.signal = agreed or self.signal
         return self.share_done() < 1 and not agreed
@@ -2693,20 +2691,9 @@ CASES = {
         finest_steps=200_000,
         together=((3, 60), (4, 15)),
     ),
-    # This is ResSim-v3 with thief zones three cells wide.
-    "ResSim-v4": Case(
-        grids=((8, 8), (16, 16), (32, 32), (64, 64)),
-        lx=1200 * FOOT,
-        ly=1200 * FOOT,
-        injectors=wells_in_column(range(1, 64, 2), 0),
-        producers=wells_in_column(range(1, 64, 2), 63),
-        fields=functools.partial(streak_fields, width=3),
-        dt=5.0,
-        pore_volumes=0.7,
-        finest_steps=200_000,
-        together=((3, 60), (4, 15)),
-    ),
 }
+# This is ResSim-v3 with thief zones three cells wide.
+CASES["ResSim-v4"] = CASES["ResSim-v3"]._replace(fields=functools.partial(streak_fields, width=3))
 
 
 def partition(n, parts):
@@ -3242,7 +3229,7 @@ def check_options(parser, args, options):
     wishes = [
         (is_ordered, "levels", "give them, coarse to fine, like 1 2 3"),
         (L > 1 or not args.analyse, "analyse", "it takes two levels or more"),
-        (is_new or args.resume or NUM_RANKS == 1, "eval", "it takes one process, not torchrun"),
+        (not args.eval or NUM_RANKS == 1, "eval", "it takes one process, not torchrun"),
         (len(args.num_steps) == L, "num-steps", f"one number for each of {L} levels, or for all"),
         (divides, "num-minibatches", f"{parts}, over all ranks, must divide N · T of each level"),
         (two_rows or not args.norm_adv, "num-minibatches", "--norm-adv needs two rows"),

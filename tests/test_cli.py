@@ -355,7 +355,45 @@ def test_module_that_has_options_of_its_own(script, outcome, tmp_path, monkeypat
     *_, argparses, line = error.splitlines()
     assert code == 2 and "unrecognized arguments: --env" in argparses
     assert line.startswith(f"{script.__name__}.py: error: ")
-    assert name in line and line.endswith(" ended the program on import, exit code 2")
+    assert name in line and line.endswith(" ended the program, exit code 2")
+
+
+QUITTER = """
+import sys
+import gymnasium
+
+class Quitter(gymnasium.Env):
+    def __init__(self, level=1):
+        sys.exit(0)
+
+def make(level):
+    sys.exit(0)
+
+gymnasium.register("Quitter-v0", Quitter)
+"""
+
+
+@pytest.mark.parametrize(
+    "script, form",
+    [
+        (ppo, "{}:Quitter-v0"),
+        (ppo_multilevel, "{}:Quitter"),
+        (ppo_multilevel, "{}:make"),
+        (ppo_multilevel, "{}.py:Quitter"),
+    ],
+    indirect=["script"],
+)
+def test_env_that_exits_when_it_is_made(script, outcome, tmp_path, monkeypatch, form):
+    """sys.exit(0) in a maker or a constructor is an error, not the end of a run that went well."""
+    name = f"quitter_{script.__name__}"
+    (tmp_path / f"{name}.py").write_text(QUITTER)
+    monkeypatch.chdir(tmp_path)
+    levels = ["--levels", "1"] if script is ppo_multilevel else []
+    code, error = outcome(["--env", form.format(name), *levels])
+    assert code == 2
+    (line,) = error.splitlines()
+    assert line.startswith(f"{script.__name__}.py: error: ")
+    assert line.endswith(f"{form.format(name)} ended the program, exit code 0")
 
 
 @each_main

@@ -31,9 +31,9 @@ OF_LEVELS = ("levels", "analysis", "reservoirs")  # sections that only ppo_multi
 DIFFERS = {
     "ppo_atari": (
         "add_ppo_options add_own_options train rollout add_values finished_episodes make_batch "
-        "minibatch_loss update minibatches make_model Model Categorical make_env Game make_rows "
-        "Player make_pool own_rows evaluate EXAMPLES make_parser add_run_options "
-        "parse_args check_options"
+        "minibatch_loss update minibatches make_model Model Categorical make_env AtWork Game "
+        "make_rows Player make_pool own_rows evaluate EXAMPLES make_parser add_run_options "
+        "parse_args check_options main"
     ).split(),
     "ppo_multilevel": (
         "add_ppo_options add_network_options add_own_options train rollout add_values make_batch "
@@ -159,7 +159,7 @@ def test_functions_are_short(script):
 
 
 # Code tokens. Who needs more takes something else out.
-LIMITS = {"ppo": 11_220, "ppo_atari": 8_900, "ppo_multilevel": 20_260}
+LIMITS = {"ppo": 11_200, "ppo_atari": 8_700, "ppo_multilevel": 20_150}
 LAYOUT = [tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER]
 
 

@@ -478,7 +478,6 @@ STOPPING = "stopping after this iteration; Ctrl-C or SIGTERM once more to stop n
     [
         ("rollout", 2, signal.SIGINT, 2),
         ("update", 2, signal.SIGTERM, 2),
-        ("evaluate", 1, signal.SIGTERM, 0),
         ("evaluate", 2, signal.SIGINT, 1),
         ("write_file", 2, signal.SIGINT, 1),  # the first checkpoint; the first file is config.json
     ],
@@ -511,6 +510,60 @@ def test_signal(script, tmp_path, capsys, monkeypatch, during, call, signum, las
     assert iterations(run_dir) == [0, 1, 2, 3]
     assert all(row["eval_return"] for row in rows(run_dir))
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize(
+    "script, owner, during",
+    [
+        (ppo, ppo, "Logger"),
+        (ppo, ppo.Run, "start_games"),
+        (ppo, ppo, "evaluate"),
+        (ppo_atari, ppo_atari.Run, "start_games"),
+        (ml, ml.Simulations, "measure_costs"),
+        (ml, ml.Run, "start_games"),
+        (ml, ml.Adaptive, "begin"),
+        (ml, ml, "evaluate"),
+    ],
+)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_before_the_first_iteration(
+    script, owner, during, signum, tmp_path, capsys, monkeypatch
+):
+    """It stops the run at once, without a word on iterations that are lost: there are none."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    options = words(script, tmp_path, "--eval-every", "1", "--num-iterations", "1")
+    said = ""
+    if owner in (ml.Adaptive, ml.Simulations):
+        options += ["--schedule", "adaptive"]
+    if owner is ml.Simulations:
+        start = options.index("--level-costs")
+        del options[start : start + 4]
+        said = "measuring what steps cost\n"
+
+    def function(*arguments, **options):
+        signal.raise_signal(signum)
+
+    monkeypatch.setattr(owner, during, function)
+    assert run_main(script, *options) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == said
+    assert not list(tmp_path.glob("*/checkpoint.pt"))
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+@both
+def test_signal_before_a_resumed_run_goes_on(script, tmp_path, capsys, monkeypatch):
+    """It stops the run at once, too. The checkpoint stays as it was."""
+    assert run_main(script, *words(script, tmp_path, "--num-iterations", "1")) == 0
+    (run_dir,) = tmp_path.iterdir()
+    checkpoint = (run_dir / "checkpoint.pt").read_bytes()
+    options = ["--resume", str(run_dir), "--quiet", "--num-iterations", "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(script.Run, "start_games", lambda run: signal.raise_signal(signal.SIGTERM))
+        assert run_main(script, *options) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == ""
+    assert (run_dir / "checkpoint.pt").read_bytes() == checkpoint
+    assert run_main(script, *options) == 0
+    assert saved(script, run_dir) == 2
 
 
 @linux
@@ -617,9 +670,8 @@ def test_threads_that_a_fork_has_lost(tmp_path, capsys, monkeypatch):
     assert run_main(ppo, *options) == 128 + signal.SIGINT
     thread.join()
     assert multiprocessing.active_children() == []
-    silent, stopped = lines
-    assert re.match("worker 0 has not answered for 0.3 seconds.*--num-workers 0.*threads", silent)
-    assert stopped.startswith("stopped at once; ")
+    (line,) = lines
+    assert re.match("worker 0 has not answered for 0.3 seconds.*--num-workers 0.*threads", line)
 
 
 def test_signal_that_cannot_be_reported(tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import ppo
-import ppo_atari
 import ppo_multilevel as ml
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Gymnasium's, on the old API
@@ -79,15 +78,6 @@ def test_gradients_that_are_off(script, num_workers, tmp_path):
         assert not torch.is_grad_enabled()  # the env keeps what it wants
     finally:
         torch.set_grad_enabled(True)
-    assert np.isfinite(run.history[-1]["policy_loss"])
-
-
-def test_gradients_that_are_off_for_atari(tmp_path):
-    """The third script does the same."""
-    words = "--env Breakout --num-envs 2 --num-steps 2 --num-minibatches 2 --num-iterations 1"
-    words += " --num-workers 0 --precision fp32 --device cpu --quiet"
-    with torch.no_grad():
-        run = ppo_atari.train(ppo_atari.parse_args([*words.split(), "--log-dir", str(tmp_path)]))
     assert np.isfinite(run.history[-1]["policy_loss"])
 
 

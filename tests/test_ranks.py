@@ -265,7 +265,6 @@ def test_signal_after_that_of_another_rank():
     run = object.__new__(ppo.Run)
     run.signal = signal.SIGTERM  # the other rank's
     run.asked = None
-    run.began = 0.0
     run.stop(signal.SIGTERM, None)
     run.stop(signal.SIGTERM, None)
     assert run.signal == signal.SIGTERM

@@ -26,7 +26,11 @@ DPI = 200
 plt.rcParams |= {"font.size": 8, "axes.titlesize": 9, "legend.fontsize": 7, "axes.linewidth": 0.6}
 PLAIN = "{x:,.0f}"  # numbers of an axis; exponents would be too small to read
 # Colours that colour-blind people can tell apart (Okabe & Ito).
-BLUE, ORANGE, GREEN, RED, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+RED = "#D55E00"
+PURPLE = "#CC79A7"
 GREY = "#8A8A8A"
 DARK = "#606060"  # grey text
 # Breakout, lowest and highest of three PPO runs after millions of steps (baselines-results, figure)

@@ -34,7 +34,8 @@ import pairs
 ROOT = Path(__file__).resolve().parents[2]
 RUNS_DIR = Path(os.environ.get("RUNS_DIR", ROOT / "runs" / "learn_cleanrl"))
 RECORD = Path(__file__).parent / "results" / "cleanrl.csv"
-DISCRETE, BOX = "ppo.py --env-id", "ppo_continuous_action.py --env-id"
+DISCRETE = "ppo.py --env-id"
+BOX = "ppo_continuous_action.py --env-id"
 # The environments and total steps are those of the runs of these names in learn_ppo.py.
 RUNS = {
     "CartPole": f"{DISCRETE} CartPole-v1 --total-timesteps 500000",

@@ -14,7 +14,7 @@ import gymnasium as gym
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from rod import Rod  # noqa: E402
 
-CELLS = {1: 1, 2: 3}  # levels of the rod
+ROD_LEVELS = {1: 1, 2: 3}  # levels of the rod that it is made of
 SECONDS = {1: 0.1, 2: 1.0}  # of a step
 
 
@@ -33,4 +33,4 @@ class Slow(gym.Wrapper):
 
 def make(level):
     """Return the rod on a level."""
-    return Slow(Rod(CELLS[level]), SECONDS[level])
+    return Slow(Rod(ROD_LEVELS[level]), SECONDS[level])

@@ -265,9 +265,9 @@ def inspect(numbers, envs, num_workers):
 def main(argv=None):
     """Inspect a simulation, and print the command to give next."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--env", required=True, help="as ppo_multilevel.py takes it")
-    parser.add_argument("--levels", type=int, nargs="+", required=True, help="coarse to fine")
     add = parser.add_argument
+    add("--env", required=True, help="as ppo_multilevel.py takes it")
+    add("--levels", type=int, nargs="+", required=True, help="coarse to fine")
     add("--num-workers", type=int, default=ml.num_cores(), help="processes that play in training")
     args = parser.parse_args(argv)
     sys.path.append(".")  # where a module of --env may lie
