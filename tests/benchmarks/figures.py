@@ -149,7 +149,7 @@ def draw_misleading(ax):
     end = np.mean([np.mean(tables.final(curves[run])) for run in coarse])
     style = {"textcoords": "offset points", "va": "center", "color": DARK, "linespacing": 1.15}
     ax.annotate("8², 16², 32²\nalone", (latest, end), (5, 0), **style)
-    name_lines(ax, "v3", curves, 0.572, 0.553)
+    name_lines(ax, "v3", curves, 0.572, 0.5475)
 
 
 def name_lines(ax, case, curves, left, right):
@@ -160,7 +160,7 @@ def name_lines(ax, case, curves, left, right):
     ax.annotate("adaptive\nlevels", (first, left), (-11, 0), ha="right", **style)
     finest = curves[tables.reference(case)].values()
     last = np.nanmax([tables.first(seconds, returns, right) for seconds, _, returns in finest])
-    ax.annotate("finest level\nalone", (last, right), (6, 0), color=BLUE, **style)
+    ax.annotate("finest level\nalone", (last, right), (11, -5), color=BLUE, **style)
 
 
 def draw_race(ax, case, curves):
@@ -280,7 +280,8 @@ def adaptive():
         last = len(learn_ressim.COSTS[case])
         for (name, color), level in zip(LEVELS.items(), range(last, 0, -1)):
             style = {"color": color, "lw": 1, "ls": "--" if level == last else "-"}
-            draw_seeds(ax, curves[f"{case}-only-{level}"], name, style)
+            seeds = curves.get(f"{case}-only-{level}", {})  # not every level has been run
+            draw_seeds(ax, seeds, name, style)
         style = {"color": "k", "lw": 1.5, "zorder": 9}
         draw_seeds(ax, curves[f"{case}-adaptive"], "adaptive levels", style)
 
