@@ -956,7 +956,7 @@ def make_env(env_id, video=None):
     try:
         env = gym.make(env_id, **options)
     except SystemExit as error:
-        raise ImportError(f"{env_id} ended the program, exit code {error}") from None
+        raise ImportError(f"{env_id} ended the program as it was loaded, code {error}") from None
     if video:
         env = gym.wrappers.RecordVideo(env, video, episode_trigger=lambda k: k == 0)
 

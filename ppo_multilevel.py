@@ -1236,7 +1236,7 @@ def make_env(env_id, number, **options):
             options = {name: value for name, value in options.items() if name in parameters}
         env = make(level=number, **options)
     except SystemExit as error:
-        raise ImportError(f"{env_id} ended the program, exit code {error}") from None
+        raise ImportError(f"{env_id} ended the program as it was loaded, code {error}") from None
 
     space = env.observation_space
     actions = env.action_space

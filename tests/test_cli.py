@@ -355,7 +355,7 @@ def test_module_that_has_options_of_its_own(script, outcome, tmp_path, monkeypat
     *_, argparses, line = error.splitlines()
     assert code == 2 and "unrecognized arguments: --env" in argparses
     assert line.startswith(f"{script.__name__}.py: error: ")
-    assert name in line and line.endswith(" ended the program, exit code 2")
+    assert name in line and line.endswith(" ended the program as it was loaded, code 2")
 
 
 QUITTER = """
@@ -393,7 +393,7 @@ def test_env_that_exits_when_it_is_made(script, outcome, tmp_path, monkeypatch, 
     assert code == 2
     (line,) = error.splitlines()
     assert line.startswith(f"{script.__name__}.py: error: ")
-    assert line.endswith(f"{form.format(name)} ended the program, exit code 0")
+    assert line.endswith(f"{form.format(name)} ended the program as it was loaded, code 0")
 
 
 @each_main
