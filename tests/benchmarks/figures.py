@@ -57,6 +57,7 @@ MARKERS = {  # way of training: marker, colour
     "best coarse": ("D", GREY),
     "halves": ("X", GREEN),
     "multigrid": ("s", RED),
+    "together": ("P", GREEN),
     "adaptive": ("*", "k"),
 }
 

@@ -288,11 +288,13 @@ def factor(value):
 # ------------------------------------------------------------------------------------ equal time
 WAYS = {  # of training
     "finest": "finest level alone",
+    "finest-fit": "finest level alone, values fitted at first",
     "coarsest": "coarsest level alone",
     "best coarse": "best coarse level alone, known only afterwards",
     "halves": "half coarsest, half finest",
     "multigrid": "Dixit & ElSheikh's rule",
     "multigrid-fit": "Dixit & ElSheikh's rule, values fitted",
+    "together": "all levels together",
     "adaptive": "adaptive levels",
 }
 
@@ -302,7 +304,7 @@ def compared(found):
 
     Half coarsest, half finest is among them once every case has it.
     """
-    left_out = ["multigrid-fit"]
+    left_out = ["multigrid-fit", "finest-fit"]
     if not all("halves" in ways for ways in found):
         left_out.append("halves")
     return [way for way in WAYS if way not in left_out]
@@ -321,8 +323,8 @@ def at_equal_time(case, curves):
     coarse = [run for run in curves if "-only-" in run and run != reference(case)]
     runs = {"finest": reference(case), "coarsest": f"{case}-only-1"}
     runs["best coarse"] = max(coarse, key=lambda run: reached[run].mean())
-    runs |= {name: f"{case}-{name}" for name in ("halves", "multigrid", "multigrid-fit")}
-    runs["adaptive"] = f"{case}-adaptive"
+    others = ("finest-fit", "halves", "multigrid", "multigrid-fit", "together", "adaptive")
+    runs |= {name: f"{case}-{name}" for name in others}
     return {way: (run, reached[run]) for way, run in runs.items() if run in reached}
 
 
