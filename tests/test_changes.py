@@ -461,4 +461,7 @@ def test_command(tmp_path):
 
 
 if __name__ == "__main__":
+    patches = ("DUAL_CLIP", "NOVELTY", "SQUASHED", "ADAMW", "VALUE_EPOCHS")
+    if len(sys.argv) < 2 or sys.argv[1] not in patches:
+        sys.exit(f"give the name of a patch: {', '.join(patches)}")
     print(change(globals()[sys.argv[1]]), end="")
