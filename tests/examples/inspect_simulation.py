@@ -182,10 +182,7 @@ def look_at_actions(space):
 
 
 def look_at_steps(number, episode, num_workers):
-    """Say if a step of the finest level is expensive. Returns options that are right for it then.
-
-    A run with such options is recorded, on a rod whose finest step takes a second.
-    """
+    """Say if a step of the finest level is expensive. Returns options that suit it then."""
     step = np.mean(episode.seconds[1:])
     if step < EXPENSIVE:
         return []
