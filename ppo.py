@@ -537,7 +537,7 @@ def make_model(args):
     """Return the Model for the env's spaces, its weights drawn from torch's global generator."""
     with closing_env(make_env(args.env)) as env:
         model = Model(env.observation_space.shape[0], env.action_space, args)
-    device = "cpu" if args.device == "auto" else args.device
+    device = args.device
     # Each rank has a GPU of its own.
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
@@ -1823,7 +1823,7 @@ def add_run_options(parser):
     group = parser.add_argument_group("run")
     add = group.add_argument
     add("--seed", type=int, default=1, help="seed of all generators")
-    add("--device", default="auto", help="auto, cpu or cuda; auto is cpu")
+    add("--device", default="cpu", help="cpu or cuda")
     add("--num-workers", type=int, default=0, help="processes that play; 0: this one plays")
     add("--log-dir", type=os.path.abspath, default="runs", help="folder of the runs' folders")
     add("--run-name", help="name of the run's folder, if not env__script__seed__time")
@@ -1872,12 +1872,14 @@ def check_options(parser, args):
     parts = args.num_minibatches * NUM_RANKS
     # With a memory minibatches are of whole sequences.
     divides = rows % parts == 0 and (not args.rnn or args.num_envs % parts == 0)
+    has_device = args.device != "cuda" or torch.cuda.is_available()
     is_new = not args.resume and not args.eval
     folder = run_path(args)
     wishes = [
         (divides, "num-minibatches", f"{parts}, over all ranks, must divide N · T (--rnn: N)"),
         (rows > parts or args.norm_adv == "off", "num-minibatches", "--norm-adv needs two rows"),
         (math.isfinite(args.learning_rate), "learning-rate", "give a number"),
+        (has_device, "device", "torch finds no GPU"),
         (not is_new or not folder.exists(), "run-name", f"{folder} is there already"),
     ]
     for is_right, option, wish in wishes:

@@ -1474,12 +1474,14 @@ def check_options(parser, args):
     """Refuse options that do not go together, in one line."""
     rows = args.num_envs * args.num_steps
     parts = args.num_minibatches * NUM_RANKS
+    has_device = args.device != "cuda" or torch.cuda.is_available()
     is_new = not args.resume and not args.eval
     folder = run_path(args)
     wishes = [
         (rows % parts == 0, "num-minibatches", f"{parts}, over all ranks, must divide N · T"),
         (rows > parts or not args.norm_adv, "num-minibatches", "--norm-adv needs two rows"),
         (math.isfinite(args.learning_rate), "learning-rate", "give a number"),
+        (has_device, "device", "torch finds no GPU"),
         (not is_new or not folder.exists(), "run-name", f"{folder} is there already"),
     ]
     for is_right, option, wish in wishes:

@@ -2102,7 +2102,8 @@ class Run(AbstractContextManager):
         """Measure what levels cost, and start the games. In a new run the rule begins, too."""
         args = self.args
         goes_by_costs = args.schedule != "together" or not args.num_iterations
-        if goes_by_costs and not args.level_costs:
+        is_complete = args.hours and self.seconds() >= 3600 * args.hours
+        if goes_by_costs and not args.level_costs and not is_complete:
             report("measuring what steps cost")
             self.sims.measure_costs(self.model)
         self.length = run_length(args, self.sims.costs)

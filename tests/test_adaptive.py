@@ -1124,7 +1124,7 @@ def test_costs_are_those_of_whole_episodes(solver, num_steps):
 @pytest.mark.parametrize("levels", ["2", "1 2"])
 def test_hours(solver, levels, tmp_path, capsys):
     """A run is as long as they say, by what it has measured; a resumed run may get more of them. It
-    measures anew, since it may have other workers, on another machine."""
+    measures anew, since it may have other workers, on another machine, unless it is complete."""
     words = [*solver, "--levels", *levels.split(), "--log-dir", str(tmp_path)]
     run = ml.train(ml.parse_args([*words, "--hours", "1"]))
     assert "the run takes 1 hours of simulation and updates" in capsys.readouterr().err
@@ -1134,8 +1134,12 @@ def test_hours(solver, levels, tmp_path, capsys):
     assert run.sims.costs.step(len(run.args.levels) - 1) == 37.5
 
     words = ["--resume", str(run.run_dir), "--quiet", "--hours"]
+    capsys.readouterr()
     again = ml.train(ml.parse_args([*words, "0.5"]))
     assert again.iteration == run.iteration and again.seconds() == run.seconds()
+    # It takes no episodes to say so.
+    said = capsys.readouterr().err
+    assert said.startswith("the run is complete") and "measuring" not in said
     again = ml.train(ml.parse_args([*words, "2"]))
     assert 7200 <= again.seconds() < 7200 + an_iteration
     assert again.sims.costs.step(len(run.args.levels) - 1) == 37.5

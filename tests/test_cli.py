@@ -231,6 +231,13 @@ def test_wishes(script, refused, tmp_path, options, words):
     refused([*GOOD[script], *options], f"argument {words[0]}: ", *words[1:])
 
 
+@only(ppo, ppo_atari)
+def test_gpu_that_is_not_there(script, refused, monkeypatch):
+    """It is said before a run begins."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused([*GOOD[script], "--device", "cuda"], "argument --device: ", "no GPU")
+
+
 def test_what_is_not_refused(script, monkeypatch):
     """Two rows a minibatch, or one that is not normalised, also where two ranks share them."""
     rows = 8 if script is ppo_multilevel else 16
@@ -496,7 +503,8 @@ def test_run_of_another_network(script, refused, run_dir, finished):
     if script is ppo:
         other = finished(ppo_atari)[0]
         line = f"cannot use the run in {other}: "
-        refused(["--resume", str(other), "--env", "CartPole-v1"], line, "actor.4.weight")
+        options = ["--env", "CartPole-v1", "--device", "cpu"]
+        refused(["--resume", str(other), *options], line, "actor.4.weight")
         refused(["--eval", str(run_dir), "--hidden", "9"], f"cannot use the run in {run_dir}: ")
         refused(["--eval", str(run_dir), "--norm-obs"], f"cannot use the run in {run_dir}: ")
     if script is ppo_atari:

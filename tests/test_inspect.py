@@ -443,14 +443,38 @@ def test_costs_and_hours(inspected, monkeypatch):
         ["2", "70", "20", "4", "terminated", "0"],
     ]
     check = 16 / 4 * (70 + 50 + 3 * 10)  # episodes, workers, seconds
-    assert f"level 2, 4 at a time, which takes {check:.2g} s." in advice[1]
-    assert "About 14 checks are made in it then, because training takes 6 times" in advice[1]
+    assert f"level 2, 4 at a time, which takes {check:.0f} s." in advice[2]
+    assert "About 14 checks are made in it then, because training takes 6 times" in advice[2]
     hours = float(command.split()[-1])
     assert 0 <= hours - 100 * check / 3600 < 0.1
-    assert advice[1].endswith(f"Rounded up, this is {hours} hours.")
+    assert advice[2].endswith(f"Rounded up, this is {hours} hours.")
     _, advice, command = inspected(Solver, options="--num-workers 8")
-    assert "level 2, 8 at a time" in advice[1]
+    assert "level 2, 8 at a time" in advice[2]
     assert 0 <= float(command.split()[-1]) - 50 * check / 3600 < 0.1
+
+
+@pytest.mark.parametrize("workers, num_episodes", [(0, 16), (2, 16), (6, 18), (16, 16), (17, 17)])
+def test_no_worker_is_idle_in_a_check(workers, num_episodes):
+    """Each plays as many episodes, at least 16 together."""
+    seen = np.zeros(3)
+    episode = inspect_simulation.Episode(seen, seen[1:], [1, 2, 2], "none", "")
+    rounds = num_episodes / max(1, workers)
+    found = inspect_simulation.seconds_of_check(episode, workers)
+    assert found == (num_episodes, 5 * rounds)
+    options = inspect_simulation.look_at_hours(2, episode, workers)
+    assert options[2:] == ["--check-episodes", str(num_episodes)] * (num_episodes != 16)
+
+
+def test_seconds_that_a_run_does_not_answer(inspected, monkeypatch):
+    """They are those of an iteration, a check and a measurement of ρ on all levels."""
+    monkeypatch.setattr(inspect_simulation.time, "perf_counter", lambda: Solver.clock)
+    _, advice, _ = inspected(Solver, options="--num-workers 2")
+    fine = 70 + 50 + 3 * 10  # seconds of an episode
+    both = 1.1 * fine
+    said = 8 * 4 * 20 / 2 + 8 * fine + 64 / 2 * both
+    assert f"First a run takes {2 * both:.0f} s" in advice[1]
+    assert f"TERM@{said:.0f} " in advice[1]
+    assert "8 simulations of each level, and 16 more of the finest" in advice[1]
 
 
 @pytest.mark.parametrize(
@@ -472,7 +496,7 @@ def test_options_for_expensive_steps(steps, workers, num_envs, num_steps):
         # The reset does not count.
         seen = np.zeros(steps + 1)
         episode = inspect_simulation.Episode(seen, seen[1:], [9, *[seconds] * steps], "none", "")
-        found = inspect_simulation.look_at_steps(3, episode, workers)
+        found = inspect_simulation.look_at_steps(3, [episode], workers)
         expected = (
             f"--num-envs {num_envs} --num-steps {num_steps} --num-minibatches 4 "
             "--learning-rate 3e-4 --init-log-std -1 --save-every 1 --eval-every 0 "

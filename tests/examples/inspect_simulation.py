@@ -181,9 +181,9 @@ def look_at_actions(space):
         )
 
 
-def look_at_steps(number, episode, num_workers):
+def look_at_steps(number, episodes, num_workers):
     """Say if a step of the finest level is expensive. Returns options that suit it then."""
-    step = np.mean(episode.seconds[1:])
+    step = np.mean(episodes[-1].seconds[1:])
     if step < EXPENSIVE:
         return []
     tell(
@@ -192,7 +192,7 @@ def look_at_steps(number, episode, num_workers):
         "no evaluations: watch check_return, and evaluate after the run."
     )
     workers = max(1, num_workers)
-    num_steps = min(len(episode.rewards), 50)
+    num_steps = min(len(episodes[-1].rewards), 50)
     # Four environments for each worker, or fewer: a rollout should have no more than 2,500 steps.
     num_envs = workers * max(1, min(4, 2500 // (workers * num_steps)))
     # Four minibatches must divide a rollout.
@@ -201,23 +201,51 @@ def look_at_steps(number, episode, num_workers):
     options = f"--num-envs {num_envs} --num-steps {num_steps} --num-minibatches 4 "
     options += "--learning-rate 3e-4 --init-log-std -1 --save-every 1 --eval-every 0 "
     options += f"--num-workers {num_workers}"
+    # A run on a single level makes no checks.
+    if len(episodes) > 1:
+        look_at_waits(episodes, num_envs * num_steps * step / workers, num_envs, num_workers)
     return options.split()
+
+
+def seconds_of_check(episode, num_workers):
+    """Return how many episodes a check should play, and its seconds. No worker is idle then."""
+    workers = max(1, num_workers)
+    rounds = math.ceil(CHECK_EPISODES / workers)
+    return rounds * workers, rounds * sum(episode.seconds)
+
+
+def look_at_waits(episodes, iteration, num_envs, num_workers):
+    """Say for how long a run does not answer, and how many simulations it has."""
+    seconds = sum(sum(episode.seconds) for episode in episodes)  # of an episode on every level
+    check_episodes, check = seconds_of_check(episodes[-1], num_workers)
+    rounds = ml.num_rounds(argparse.Namespace(num_envs=num_envs))
+    correlation = rounds * num_envs / max(1, num_workers) * seconds
+    tell(
+        f"First a run takes {2 * seconds:.0f} s to measure what steps cost. Later an iteration "
+        f"({iteration:.0f} s), a check ({check:.0f} s) and a measurement of the correlation "
+        f"({correlation:.0f} s) may follow each other before a signal ends the run: give "
+        f"TERM@{iteration + check + correlation:.0f} to Slurm. There are {num_envs} simulations "
+        f"of each level, and {check_episodes} more of the finest for checks."
+    )
 
 
 def look_at_hours(number, episode, num_workers):
     """Say how long a check on the finest level and a run take. Returns options."""
-    at_a_time = max(1, min(num_workers, CHECK_EPISODES))
-    check = CHECK_EPISODES * sum(episode.seconds) / at_a_time
+    check_episodes, check = seconds_of_check(episode, num_workers)
     hours = math.ceil(RUN_PER_CHECK * check / 360) / 10
+    takes = f"{check:.2g} s" if check < 10 else f"{check:.0f} s"
     num_checks = RUN_PER_CHECK // (1 + ml.Adaptive.CHECK_AFTER)
     tell(
-        f"A check plays {CHECK_EPISODES} episodes on level {number}, {at_a_time} at a time, which "
-        f"takes {check:.2g} s. A run should be {RUN_PER_CHECK} times as long as a check. About "
-        f"{num_checks} checks are made in it then, because training takes "
+        f"A check plays {check_episodes} episodes on level {number}, {max(1, num_workers)} at a "
+        f"time, which takes {takes}. A run should be {RUN_PER_CHECK} times as long as a "
+        f"check. About {num_checks} checks are made in it then, because training takes "
         f"{ml.Adaptive.CHECK_AFTER} times as long as a check between two. Rounded up, this is "
         f"{hours:g} hours."
     )
-    return ["--hours", f"{hours:g}"]
+    options = ["--hours", f"{hours:g}"]
+    if check_episodes != CHECK_EPISODES:
+        options += ["--check-episodes", str(check_episodes)]
+    return options
 
 
 def inspect(numbers, envs, num_workers):
@@ -252,7 +280,7 @@ def inspect(numbers, envs, num_workers):
             "terminated then, and put the time into obs."
         )
     if not ends & {"failed", "none"}:
-        options += look_at_steps(numbers[-1], episodes[-1], num_workers)
+        options += look_at_steps(numbers[-1], episodes, num_workers)
         # A run on a single level makes no checks.
         if len(envs) > 1:
             options += look_at_hours(numbers[-1], episodes[-1], num_workers)
