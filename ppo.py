@@ -11,8 +11,10 @@ How to read this file
     it explains the terms. Then read "The algorithm" below, and skip the options. Read `train`, and
     in this order what it calls: `rollout`, `add_values`, `gae`, `make_batch`, `losses`,
     `minibatch_loss`, `policy_change`, `update`, `run_epoch`, `minibatches`, `gradient_step`,
-    `Model`, `Categorical`. "The machinery" below is for those who then want to know how games are
-    played and runs are saved.
+    `Model`, `Categorical`. A first reading can pass over lines on `memory`, `state`, masks and
+    `value_norm`, whose options are off by default. "The machinery" below is for those who then want
+    to know how games are played and runs are saved. The section "From the policy gradient to the
+    clip" of tests/benchmarks/reference.md derives the equations.
 
 The algorithm
     Each iteration plays T steps in N environments with the current policy, which is then called
@@ -56,12 +58,13 @@ The algorithm
 
 Notation and shapes
     s_t state or observation, a_t action, r_t reward. π_θ(a|s) is the probability of a in s with the
-    weights θ, γ the discount per step. E[·] mean over the rows of a minibatch, KL(p, q) =
-    E_p[log p − log q].
+    weights θ, γ the discount per step. λ, ε, c_v, c_e and β are options, see --help. A row is what
+    was recorded of one step of one environment. E[·] mean over the rows of a minibatch, H(p) =
+    E_p[−log p] the entropy, KL(p, q) = E_p[log p − log q].
     T steps (--num-steps), N environments (--num-envs), K epochs, B minibatches of M rows.
     `model.inputs` names what the model sees: obs, and starts, state, action_mask if they are used.
     D observation entries, A action entries, n logits of a discrete policy, F features of the last
-    hidden layer, H features of a recurrent policy's memory, S entries of its whole state.
+    hidden layer, U features of a recurrent policy's memory, S entries of its whole state.
     `pi` is the tensor that the policy's last layer, `model.head`, makes of the features: the
     log-probabilities of the choices, or the mean of a Gaussian. The head has the log-probabilities
     of actions under it, and the entropy.
@@ -188,7 +191,7 @@ def add_own_options(parser):
         help="no annealing: change the rate so that KL stays near this (0.01)",
     )
     add("--rnn", choices=cells, help="memory in front of the hidden layers; B must divide N")
-    add("--rnn-size", type=int, default=64, help="H, width of the memory")
+    add("--rnn-size", type=int, default=64, help="U, width of the memory")
 
 
 # ------------------------------------------------------------------------------------ train
@@ -594,7 +597,7 @@ class Model(nn.Module):
         """
         x = self.obs_norm(obs)
         if self.memory is not None:
-            x, _ = self.memory(x, starts, state[0])  # (T, M, H)
+            x, _ = self.memory(x, starts, state[0])  # (T, M, U)
         h = self.actor(x)
         h_value = h if self.critic is self.actor else self.critic(x)
         return self.head(h, action_mask), self.value(h_value).squeeze(-1)
@@ -627,7 +630,7 @@ class Policy:
 
     @torch.no_grad()
     def remember(self, x, starts, state):
-        """Return the memory's output (M, H) after one step, and its next state (M, S)."""
+        """Return the memory's output (M, U) after one step, and its next state (M, S)."""
         x, starts, state = [torch.from_numpy(array) for array in (x, starts, state)]
         memories, state = self.memory(x[None], starts[None], state)
         return memories[0].numpy(), state.numpy()
@@ -804,7 +807,7 @@ class Memory(nn.Module):
                 nn.init.orthogonal_(parameter)
 
     def forward(self, x, starts, state):
-        """Return the memories (T, M, H) after each step, and the last state (M, S).
+        """Return the memories (T, M, U) after each step, and the last state (M, S).
 
         x (T, M, D) are the inputs, starts (T, M) flags of episodes' first steps or None, and state
         (M, S) is the state before the first step.
