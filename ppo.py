@@ -26,8 +26,9 @@ The algorithm
     The policy gradient is the gradient of a cross-entropy loss with weights: the label is the
     action a_t that was taken, and its weight says how good it was. If the weight were the sum of
     the rewards that followed, the gradient would be noisy. Subtracting V(s_t), which does not
-    depend on a_t, leaves its mean and lowers its noise. So the weight is the advantage Â_t: how
-    much better a_t was than V expected, summed up from V's errors δ.
+    depend on a_t, lowers the noise, and the gradient's mean stays the same. So the weight is the
+    advantage Â_t: how much better a_t was than V expected. It is summed up from δ, which says how
+    wrong V was from one step to the next.
 
     δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                         PPO, Eq. (12)
     Â_t = Σ_l (γλ)^l δ_{t+l}, up to the end of the episode or of the rollout
@@ -37,9 +38,9 @@ The algorithm
     For example, three steps have the rewards 0, 0, 1 and V = 0.5, 0.6, 0.8, then the episode
     terminates. With γ = 1 the δ are 0.6 − 0.5 = 0.1, 0.8 − 0.6 = 0.2 and 1 − 0.8 = 0.2. With
     λ = 0.5, Â_0 is 0.1 + 0.5 · 0.2 + 0.25 · 0.2 = 0.25. λ chooses how many rewards Â_t uses before
-    it relies on V. λ = 0 relies on V after one reward, so Â_0 is δ_0 = 0.1: low variance, but V's
-    errors bias it. λ = 1 uses all rewards, so Â_0 is 1 − 0.5: noisy, but V's errors bias it only
-    where a time limit or the rollout's end cuts an episode.
+    it relies on V. λ = 0 relies on V after one reward, so Â_0 is δ_0 = 0.1: low variance, but a
+    wrong V biases the gradient. λ = 1 uses all rewards, so Â_0 is 1 − 0.5: noisy, but a wrong V
+    biases the gradient only where a time limit or the rollout's end cuts an episode.
 
     Environment steps are expensive, so each batch is reused for K epochs. The ratio corrects for
     the policy having changed since. At ratio 1 the gradient is that of the cross-entropy above.
@@ -71,7 +72,8 @@ Notation and shapes
     `returns` in a batch are R_t. The return of an episode is the plain sum of its rewards.
     What is stored at index t belongs to the action at step t. `terminated` means that this action
     ended the task. `truncated` means that a time limit cut the episode short, so V(s_{t+1}) stands
-    for the rewards that would have followed. done_t is 1 after either.
+    for the rewards that would have followed. done_t is 1 after either. Then s_{t+1} is
+    `next_obs[t]`, since `obs[t+1]` is the first observation of the next episode.
 
 The machinery
     How the games are played stands in the section "games": `Player.play` and `Game.step`. `train`
@@ -497,7 +499,10 @@ def minibatches(batch, args, generator):
 
 
 def normalised(advantages):
-    """Return advantages with mean 0 and σ 1: one learning rate then suits rewards of any scale."""
+    """Return advantages with mean 0 and σ 1: one learning rate then suits rewards of any scale.
+
+    Signs are relative to the mean then: an action better than V expected may become less likely.
+    """
     std, mean = torch.std_mean(advantages)
     return (advantages - mean) / (std + 1e-8)
 

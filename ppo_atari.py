@@ -398,7 +398,10 @@ def minibatches(batch, args, generator):
 
 
 def normalised(advantages):
-    """Return advantages with mean 0 and σ 1: one learning rate then suits rewards of any scale."""
+    """Return advantages with mean 0 and σ 1: one learning rate then suits rewards of any scale.
+
+    Signs are relative to the mean then: an action better than V expected may become less likely.
+    """
     std, mean = torch.std_mean(advantages)
     return (advantages - mean) / (std + 1e-8)
 
