@@ -383,6 +383,14 @@ def test_returns_at_equal_time(monkeypatch):
         way: pytest.approx([share]) for way, share in found.items()
     }
     assert tables.at_equal_time("rod", curves)["best coarse"] == ("rod-only-2", [-60])
+    # The best of all has gained 55.
+    shares = tables.shares_of_best("rod", curves)
+    found = {"finest": 10 / 55, "coarsest": 20 / 55, "best coarse": 40 / 55, "adaptive": 1}
+    assert {way: share.tolist() for way, share in shares.items()} == {
+        way: pytest.approx([share]) for way, share in found.items()
+    }
+    row = tables.lowest_shares([shares, {"finest": np.array([0.1, 0.2])}], list(found))
+    assert row[2:] == ["**15 %**", "**36 %**", "**—**", "**100 %**"]
     short = [run for run in curves if tables.is_short("rod", curves, run)]
     assert short == ["rod-only-1"]  # ended after 40 s
 
@@ -398,10 +406,9 @@ def test_cells_of_seeds_and_compared_ways(monkeypatch):
 
     curves = {"rod-only-1": seeds(-90, -80, until=40), "rod-only-4": seeds(-50, until=200)}
     curves |= {"rod-adaptive": seeds(-45, until=50), "rod-halves": seeds(-50, until=50)}
-    assert tables.gained_cell("rod", curves, "coarsest") == "30 % †"
-    assert tables.gained_cell("rod", curves, "coarsest", True) == "30 % † (20 to 40), 2 seeds"
-    assert tables.gained_cell("rod", curves, "adaptive", True) == "110 %, 1 seed"
-    assert tables.gained_cell("rod", curves, "multigrid") == "—"
+    assert tables.seeds_cell("rod", curves, "coarsest") == "30 % † (20 to 40), 2 seeds"
+    assert tables.seeds_cell("rod", curves, "adaptive") == "110 %, 1 seed"
+    assert tables.seeds_cell("rod", curves, "multigrid") == "—"
 
     found = tables.at_equal_time("rod", curves)
     assert "halves" in tables.compared([found])

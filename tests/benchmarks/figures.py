@@ -195,14 +195,9 @@ def first_at(seeds, target):
 
 # ------------------------------------------------------------------------------------ gained
 def gained():
-    """What each way of training has gained at equal time, a row for each simulation.
-
-    Simulations where the finest level alone is as fast as the rule are in the table only. It has
-    hardly learned there, so that shares of its gain would be divided by almost nothing.
-    """
+    """What each way of training has gained at equal time, a row for each simulation."""
     curves = {case: tables.recorded(case) for case in tables.cases()}
-    curves = {case: runs for case, runs in curves.items() if tables.finest_gain(case, runs)[2]}
-    shares = {case: tables.shares(case, runs) for case, runs in curves.items()}
+    shares = {case: tables.shares_of_best(case, runs) for case, runs in curves.items()}
     ways = tables.compared(shares.values())
 
     lane_height = 0.85 / len(ways)
@@ -223,7 +218,7 @@ def gained():
     choices = [way for way in ways if way != "best coarse"]  # nobody can choose that one
     for lane, way in enumerate(choices):
         y = bottom + 1.1 / len(choices) * (lane - (len(choices) - 1) / 2)
-        lowest = tables.lowest_share(curves, way)
+        lowest = min(share[way].mean() for share in shares.values() if way in share)
         draw_share(ax, way, np.array([lowest]), y)
         where = {"xytext": (8, -0.5), "textcoords": "offset points", "va": "center"}
         ax.annotate(tables.percent(lowest), (100 * lowest, y), **where)
@@ -236,7 +231,7 @@ def gained():
     highest = max(share.max() for found in shares.values() for share in found.values())
     ax.set(xlim=(0, max(115, 100 * highest + 2)), ylim=(bottom + 0.7, -0.5))
     ax.xaxis.set_major_formatter(PercentFormatter(100, decimals=0, symbol=" %"))
-    ax.set_xlabel("share of what the finest level alone gains in its whole run, at equal time")
+    ax.set_xlabel("gain as a share of the best method's mean gain, at equal time")
     ax.spines[["top", "right", "left"]].set_visible(False)
 
     handles = [ax.plot([], [], label=tables.WAYS[way], **marker_style(way))[0] for way in ways]

@@ -335,6 +335,54 @@ def is_short(case, curves, run):
     return end < 0.95 * rule_seconds(case, curves)
 
 
+def shares_of_best(case, curves):
+    """Return {way: each seed's gain at equal time}, as a share of the highest mean gain of all."""
+    start, _, _ = finest_gain(case, curves)
+    gains = {way: returns - start for way, (_, returns) in at_equal_time(case, curves).items()}
+    best = max(gain.mean() for gain in gains.values())
+    return {way: gain / best for way, gain in gains.items()}
+
+
+def percent(share):
+    """Return a share as text."""
+    return f"{100 * share:.0f} %"
+
+
+def way_title(case, run, way, text):
+    """Return a cell's text, with the name of the best coarse level."""
+    return f"{grid(case, int(run[-1]))}: {text}" if way == "best coarse" else text
+
+
+def gained():
+    """What each way has gained in the time of the rule's run, as `shares_of_best` tells."""
+    curves = {case: recorded(case) for case in cases()}
+    shown = compared([at_equal_time(case, curves[case]) for case in curves])
+    rows = []
+    for case, runs in curves.items():
+        share, reached = shares_of_best(case, runs), at_equal_time(case, runs)
+        cells = [TITLES[case], f"{rule_seconds(case, runs):,.0f}"]
+        for way in shown:
+            cells.append("—")
+            if way in share:
+                run, _ = reached[way]
+                text = way_title(case, run, way, percent(share[way].mean()))
+                cells[-1] = f"{text} †" if is_short(case, runs, run) else text
+        rows.append(cells)
+    lowest = lowest_shares([shares_of_best(case, runs) for case, runs in curves.items()], shown)
+    return markdown(["simulation", "seconds", *(WAYS[way] for way in shown)], [*rows, lowest])
+
+
+def lowest_shares(found, shown):
+    """Return a row with each way's lowest mean share, of {way: each seed's share} of each case."""
+    cells = ["**lowest share**", ""]
+    for way in shown:
+        means = [share[way].mean() for share in found if way in share]
+        # Nobody can choose the best coarse level.
+        lowest = "—" if way == "best coarse" else percent(min(means))
+        cells.append(f"**{lowest}**")
+    return cells
+
+
 def finest_gain(case, curves):
     """Return the finest level's first and last return, and whether it took longer than the rule."""
     finest = curves[reference(case)]
@@ -350,11 +398,6 @@ def shares(case, curves):
     return {way: (returns - start) / (end - start) for way, (_, returns) in reached.items()}
 
 
-def percent(share):
-    """Return a share as text."""
-    return f"{100 * share:.0f} %"
-
-
 def outcomes(case, curves):
     """Return {way: each seed's outcome at equal time} of a case, and how an outcome is written.
 
@@ -368,70 +411,41 @@ def outcomes(case, curves):
     return {way: returns for way, (_, returns) in reached.items()}, digits(case)
 
 
-def gained_title(case, curves):
-    """Return how a row of outcomes begins: with returns instead of shares it tells the first."""
-    start, _, took_longer = finest_gain(case, curves)
-    title = TITLES[case]
-    return title if took_longer else f"{title}: return, at first {start:{digits(case)}}"
-
-
-def gained_cell(case, curves, way, seeds=False):
-    """Return a cell of outcomes: their mean, † for an early end, and all `seeds` if asked for."""
+def seeds_cell(case, curves, way):
+    """Return a cell of outcomes: mean, lowest, highest and number of seeds; † for an early end."""
     found, form = outcomes(case, curves)
     if way not in found:
         return "—"
     values = found[way]
     run, _ = at_equal_time(case, curves)[way]
-    text = f"{values.mean():{form}}"
+    text = way_title(case, run, way, f"{values.mean():{form}}")
     if form == ".0f":
         text += " %"
-    if way == "best coarse":
-        text = f"{grid(case, int(run[-1]))}: {text}"
     if is_short(case, curves, run):
         text += " †"
-    if not seeds:
-        return text
     if len(values) == 1:
         return f"{text}, 1 seed"
     return f"{text} ({values.min():{form}} to {values.max():{form}}), {len(values)} seeds"
 
 
-def gained():
-    """What each way of training has gained in the time of the rule's run, as `outcomes` tell."""
-    curves = {case: recorded(case) for case in cases()}
-    shown = compared([at_equal_time(case, curves[case]) for case in curves])
-    header = ["simulation", "seconds (finest level's whole run)", *(WAYS[way] for way in shown)]
-    rows = []
-    for case in curves:
-        whole = last_second(curves[case][reference(case)])
-        seconds = f"{rule_seconds(case, curves[case]):,.0f} ({whole:,.0f})"
-        cells = [gained_cell(case, curves[case], way) for way in shown]
-        rows.append([gained_title(case, curves[case]), seconds, *cells])
-
-    cells = ["**lowest share**", ""]
-    for way in shown:
-        # Nobody can choose the best coarse level.
-        lowest = "—" if way == "best coarse" else percent(lowest_share(curves, way))
-        cells.append(f"**{lowest}**")
-    return markdown(header, [*rows, cells])
-
-
-def lowest_share(curves, way):
-    """Return a way's lowest mean share of all cases whose finest level took longer."""
-    found = [shares(case, curves[case]) for case in curves if finest_gain(case, curves[case])[2]]
-    return min(share[way].mean() for share in found if way in share)
-
-
 def gained_seeds():
-    """The seeds behind `gained`: their mean, lowest and highest, and how many there are."""
+    """The seeds at equal time, as `outcomes` tell, and how long the finest level's whole run is."""
     curves = {case: recorded(case) for case in cases()}
     found = [at_equal_time(case, curves[case]) for case in curves]
     shown = [way for way in WAYS if any(way in ways for ways in found)]
-    rows = []
-    for case in curves:
-        cells = [gained_cell(case, curves[case], way, seeds=True) for way in shown]
-        rows.append([gained_title(case, curves[case]), *cells])
-    return markdown(["simulation", *(WAYS[way] for way in shown)], rows)
+    rows, of_finest = [], []
+    for case, runs in curves.items():
+        start, _, took_longer = finest_gain(case, runs)
+        title = f"{TITLES[case]}: return, at first {start:{digits(case)}}"
+        if took_longer:
+            title = TITLES[case]
+            of_finest.append(shares(case, runs))
+        seconds = [rule_seconds(case, runs), last_second(runs[reference(case)])]
+        cells = [seeds_cell(case, runs, way) for way in shown]
+        rows.append([title, ", ".join(f"{second:,.0f}" for second in seconds), *cells])
+    header = ["simulation", "seconds, of the finest level's whole run"]
+    header += [WAYS[way] for way in shown]
+    return markdown(header, [*rows, lowest_shares(of_finest, shown)])
 
 
 def time_per_level():
