@@ -543,7 +543,7 @@ def mean_row(rows):
 # ------------------------------------------------------------------------------------ model
 def make_model(args):
     """Return the Model for the env's spaces, its weights drawn from torch's global generator."""
-    with closing_env(make_env(args.env)) as env:
+    with closing_env(make_env(args)) as env:
         model = Model(env.observation_space.shape[0], env.action_space, args)
     device = args.device
     # Each rank has a GPU of its own.
@@ -952,19 +952,19 @@ def as_function(module):
 
 
 # ------------------------------------------------------------------------------------ games
-def make_env(env_id, video=None):
+def make_env(args, video=None):
     """Return the env, observations as vectors. It films its first episode if `video` is a folder.
 
     Raises ValueError for Atari games, and if observations cannot be vectors. Raises ImportError if
     the env's code ends the program.
     """
-    if "ALE/" in env_id:
+    if "ALE/" in args.env:
         raise ValueError("argument --env: Atari games are for ppo_atari.py")
     options = {"render_mode": "rgb_array"} if video else {}
     try:
-        env = gym.make(env_id, **options)
+        env = gym.make(args.env, **options)
     except SystemExit as error:
-        raise ImportError(f"{env_id} ended the program as it was loaded, code {error}") from None
+        raise ImportError(f"{args.env} ended the program as it was loaded, code {error}") from None
     if video:
         env = gym.wrappers.RecordVideo(env, video, episode_trigger=lambda k: k == 0)
 
@@ -1108,7 +1108,7 @@ class Game:
         self.args = args
         self.rows = rows
         self.n = n
-        self.env = make_env(args.env, video)
+        self.env = make_env(args, video)
         self.shape = self.env.observation_space.shape
         self.seed = None  # the seed of the last start
         self.episode = 0  # how many have begun since then
@@ -1747,7 +1747,12 @@ NOT_KEPT = ["resume", "eval", "video", "quiet", "total_timesteps"]
 
 
 def write_config(run_dir, args):
-    """Write config.json: the options. They are the defaults when the run is resumed."""
+    """Write config.json, the options, and a copy of this script.
+
+    The options are the defaults when the run is resumed.
+    """
+    script = Path(__file__)
+    write_file(run_dir / script.name, script.read_bytes())
     options = {name: value for name, value in vars(args).items() if name not in NOT_KEPT}
     write_file(run_dir / "config.json", json.dumps(options, indent=2).encode())
 
@@ -1863,7 +1868,7 @@ def parse_args(argv=None):
         args = parser.parse_args(argv)
 
     if args.action_masks is None:
-        with closing_env(make_env(args.env)) as env:
+        with closing_env(make_env(args)) as env:
             args.action_masks = has_masks(env)
     if args.total_timesteps or not args.num_iterations:
         steps = args.total_timesteps or 500_000

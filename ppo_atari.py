@@ -1349,7 +1349,12 @@ NOT_KEPT = ["resume", "eval", "video", "quiet", "total_timesteps"]
 
 
 def write_config(run_dir, args):
-    """Write config.json: the options. They are the defaults when the run is resumed."""
+    """Write config.json, the options, and a copy of this script.
+
+    The options are the defaults when the run is resumed.
+    """
+    script = Path(__file__)
+    write_file(run_dir / script.name, script.read_bytes())
     options = {name: value for name, value in vars(args).items() if name not in NOT_KEPT}
     write_file(run_dir / "config.json", json.dumps(options, indent=2).encode())
 

@@ -942,7 +942,7 @@ def refit_values(model, batch):
 # ------------------------------------------------------------------------------------ model
 def make_model(args):
     """Return the Model for the env's spaces, its weights drawn from torch's global generator."""
-    with closing_env(make_env(args.env, args.levels[-1])) as env:
+    with closing_env(make_env(args, args.levels[-1])) as env:
         model = Model(env.observation_space.shape[0], env.action_space, args)
     # An env's library may have set another default type.
     model = model.float()
@@ -1221,21 +1221,21 @@ def keep_freed_memory():
 
 
 # ------------------------------------------------------------------------------------ games
-def make_env(env_id, number, **options):
-    """Return the simulation `env_id` on the level of a number; its maker gets `options` it knows.
+def make_env(args, number, **options):
+    """Return the simulation --env on the level of a number; its maker gets the `options` it knows.
 
     Raises ValueError if it has spaces that the model does not know, and ImportError if its code
     ends the program.
     """
     try:
-        make = load_make(env_id)
+        make = load_make(args.env)
         parameters = inspect.signature(make).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if not takes_all:
             options = {name: value for name, value in options.items() if name in parameters}
         env = make(level=number, **options)
     except SystemExit as error:
-        raise ImportError(f"{env_id} ended the program as it was loaded, code {error}") from None
+        raise ImportError(f"{args.env} ended the program as it was loaded, code {error}") from None
 
     space = env.observation_space
     actions = env.action_space
@@ -1366,7 +1366,7 @@ class Game:
         self.failed_reward = args.failed_reward
         self.rows = rows
         self.n = n
-        self.env = make_env(args.env, number, **options)
+        self.env = make_env(args, number, **options)
         self.shape = self.env.observation_space.shape
         self.seed = None  # the seed of the last start
         self.episode = 0  # how many have begun since then
@@ -1746,7 +1746,7 @@ class Simulations:
 
     def measure_costs(self, model):
         """Play an episode on every level, to know what steps cost. It is not charged."""
-        with closing_env(make_env(self.args.env, self.args.levels[0])) as env:
+        with closing_env(make_env(self.args, self.args.levels[0])) as env:
             in_batches = self.args.failed_reward is None and steps_in_batches(env)
         # One actor in each process is enough, unless actors are stepped together.
         num_actors = num_processes(self.args) * NUM_RANKS
@@ -2326,7 +2326,12 @@ NOT_KEPT = ["resume", "eval", "analyse", "quiet"]
 
 
 def write_config(run_dir, args):
-    """Write config.json: the options. They are the defaults when the run is resumed."""
+    """Write config.json, the options, and a copy of this script.
+
+    The options are the defaults when the run is resumed.
+    """
+    script = Path(__file__)
+    write_file(run_dir / script.name, script.read_bytes())
     options = {name: value for name, value in vars(args).items() if name not in NOT_KEPT}
     write_file(run_dir / "config.json", json.dumps(options, indent=2).encode())
 
@@ -3248,7 +3253,7 @@ def check_spaces(parser, args):
     """Refuse levels with other spaces than the first, and a --coupling that the env cannot do."""
     first = None
     for number in args.levels:
-        with closing_env(make_env(args.env, number)) as env:
+        with closing_env(make_env(args, number)) as env:
             spaces = (env.observation_space, env.action_space)
             maps = hasattr(env.unwrapped, "map_from")
         first = first or spaces

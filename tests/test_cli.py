@@ -133,7 +133,10 @@ def test_program(script, finished):
     assert folder == f"run folder: {run_dir}"
     assert done.stderr == ""
     files = sorted(path.name.partition(".tfevents")[0] for path in run_dir.iterdir())
-    assert files == ["checkpoint.pt", "config.json", "events.out", "progress.csv"]
+    source = f"{script.__name__}.py"
+    assert files == ["checkpoint.pt", "config.json", "events.out", source, "progress.csv"]
+    # The copy is the code that has run, so it can evaluate the run when the script is another one.
+    assert (run_dir / source).read_bytes() == Path(script.__file__).read_bytes()
 
 
 # Options that are wrong ---------------------------------------------------------------------------

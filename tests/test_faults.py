@@ -479,7 +479,7 @@ STOPPING = "stopping after this iteration; Ctrl-C or SIGTERM once more to stop n
         ("rollout", 2, signal.SIGINT, 2),
         ("update", 2, signal.SIGTERM, 2),
         ("evaluate", 2, signal.SIGINT, 1),
-        ("write_file", 2, signal.SIGINT, 1),  # the first checkpoint; the first file is config.json
+        ("write_file", 3, signal.SIGINT, 1),  # the first checkpoint, after script and config.json
     ],
 )
 def test_signal(script, tmp_path, capsys, monkeypatch, during, call, signum, last):

@@ -222,6 +222,29 @@ class FailingOnce(Pendulum):
         return super().step(action)
 
 
+class Shared(Pendulum):
+    """Its solver has one state for all simulations."""
+
+    state = None
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        Shared.state = self.level
+        return obs, info
+
+    def step(self, action):
+        obs, reward, *ends = super().step(action)
+        return obs, reward + 0.01 * (Shared.state - self.level), *ends
+
+
+class Cells(Pendulum):
+    """It shows the cells of its level."""
+
+    def __init__(self, level):
+        super().__init__(level)
+        self.observation_space = gym.spaces.Box(-1, 1, (10 * level,), np.float32)
+
+
 class FailingByChance(Pendulum):
     """Its solver fails if NumPy's own generator draws so: in its second episode."""
 
@@ -339,6 +362,7 @@ FLAWS = {
     Clinging: [CHECK],
     Unseeded: [DIFFER, DIFFER_2, UNLIKE, CHECK],
     Lottery: [DIFFER, DIFFER_2, CHECK],
+    Shared: [DIFFER, CHECK],
     SummedLottery: [DIFFER, DIFFER_2, RETURNS, CHECK],
     Unlike: [UNLIKE, CHECK],
     UnlikeLater: [UNLIKE, CHECK],
@@ -387,6 +411,13 @@ class Astray(Pendulum):
     def reset(self, *, seed=None, options=None):
         obs, _ = super().reset(seed=seed, options=options)
         return obs, "info"
+
+
+def test_levels_with_other_spaces(inspected, capsys):
+    """One line says it, as in training."""
+    with pytest.raises(SystemExit):
+        inspected(Cells)
+    assert "error: argument --levels: level 2 has" in capsys.readouterr().err
 
 
 def test_check_of_gymnasium(inspected):
@@ -473,7 +504,7 @@ def test_seconds_that_a_run_does_not_answer(inspected, monkeypatch):
     both = 1.1 * fine
     said = 8 * 4 * 20 / 2 + 8 * fine + 64 / 2 * both
     assert f"First a run takes {2 * both:.0f} s" in advice[1]
-    assert f"TERM@{said:.0f} " in advice[1]
+    assert f"TERM@{1.1 * said:.0f} " in advice[1]  # and a tenth to be sure
     assert "8 simulations of each level, and 16 more of the finest" in advice[1]
 
 

@@ -315,7 +315,7 @@ def test_flattened_by_hand():
         ("text", "10", [1, 0, 2]),  # each character's number; 2 where there is none
         ("tuple", (1, np.array([[1.0, 2.0], [3.0, 4.0]])), [0, 1, 1, 2, 3, 4]),
     ):
-        with closing(ppo.make_env(f"envs_spaces:Obs-{obs}-v0")) as env:
+        with closing(ppo.make_env(SimpleNamespace(env=f"envs_spaces:Obs-{obs}-v0"))) as env:
             env.unwrapped.psi = lambda raw=raw: raw
             assert env.reset()[0].tolist() == expected
 

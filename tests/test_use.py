@@ -397,7 +397,7 @@ def test_readme_code_loads_a_policy(tmp_path, monkeypatch, env):
 
     make_env = ppo.make_env
     recorded = gym.wrappers.RecordEpisodeStatistics
-    monkeypatch.setattr(ppo, "make_env", lambda env_id: recorded(make_env(env_id)))
+    monkeypatch.setattr(ppo, "make_env", lambda args: recorded(make_env(args)))
     names = {}
     exec(code.replace("runs/my-run", str(run_dir)), names)
     assert list(names["env"].return_queue) == expected.tolist()

@@ -388,7 +388,7 @@ def record_reservoir():
 
     record = {"origin": json.dumps(pairs.origin())}
     for level in SHOWN:
-        env = ml.make_env(args.env, level, evaluation=True)
+        env = ml.make_env(args, level, evaluation=True)
         obs, _ = env.reset(seed=0, options={"field": 0})
         total = 0.0
         over = False

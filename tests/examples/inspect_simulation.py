@@ -42,15 +42,17 @@ class Episode(NamedTuple):
     failure: str  # where and how the simulation has failed, else ""
 
 
-def play(env, finest, seed=SEED, most_steps=ml.MOST_STEPS, global_seed=0):
+def play(env, finest, seed=SEED, most_steps=ml.MOST_STEPS, *, alone=False):
     """Play an episode, or its first steps, always with the same actions. Returns the Episode.
 
     The generators of `random` and `np.random` start from a seed of their own, so that levels can be
-    compared even if the simulation draws from them.
+    compared even if the simulation draws from them. After its reset the finest one is reset, too,
+    as simulations take turns in training. `alone` it is not, and the generators' seed is another
+    one: then a simulation that depends on either shows other numbers.
 
     Raises RuntimeError if not even the first step succeeds.
     """
-    ml.seed_generators(global_seed)
+    ml.seed_generators(int(alone))
     rng = np.random.default_rng(SEED)
     observations = []
     rewards = []
@@ -61,6 +63,8 @@ def play(env, finest, seed=SEED, most_steps=ml.MOST_STEPS, global_seed=0):
         began = time.perf_counter()
         obs, _ = env.reset(seed=seed)
         seconds.append(time.perf_counter() - began)
+        if env is not finest and not alone:
+            finest.reset(seed=seed)
         if env is not finest and hasattr(env.unwrapped, "map_from"):
             # As in training the level starts where the finest one does.
             finest.reset(seed=seed)
@@ -123,7 +127,8 @@ def look_at_level(number, first, again):
     if not all(alike):
         tell(
             f"Level {number}: two episodes with the same reset(seed) and actions differ. Draw all "
-            "random numbers from self.np_random, and let reset set everything that changes."
+            "random numbers from self.np_random, and let reset set everything that changes. Or the "
+            "solver has global state, which another simulation has changed."
         )
     return all(alike) and not failure
 
@@ -224,8 +229,8 @@ def look_at_waits(episodes, iteration, num_envs, num_workers):
         f"First a run takes {2 * seconds:.0f} s to measure what steps cost. Later an iteration "
         f"({iteration:.0f} s), a check ({check:.0f} s) and a measurement of the correlation "
         f"({correlation:.0f} s) may follow each other before a signal ends the run: give "
-        f"TERM@{iteration + check + correlation:.0f} to Slurm. There are {num_envs} simulations "
-        f"of each level, and {check_episodes} more of the finest for checks."
+        f"TERM@{1.1 * (iteration + check + correlation):.0f} to Slurm. There are {num_envs} "
+        f"simulations of each level, and {check_episodes} more of the finest for checks."
     )
 
 
@@ -253,7 +258,7 @@ def inspect(numbers, envs, num_workers):
     print("   level     reset s      step s   steps         end      return")
     pairs = []
     for number, env in zip(numbers, envs):
-        first = play(env, envs[-1], global_seed=1)
+        first = play(env, envs[-1], alone=True)
         again = play(env, envs[-1])
         pairs.append((number, first, again))
         costs = f"{number:8}{again.seconds[0]:12.2g}{np.mean(again.seconds[1:]):12.2g}"
@@ -297,7 +302,9 @@ def main(argv=None):
     args = parser.parse_args(argv)
     sys.path.append(".")  # where a module of --env may lie
 
-    envs = [ml.make_env(ml.env_name(args.env), number) for number in args.levels]
+    options = argparse.Namespace(env=ml.env_name(args.env), levels=args.levels, coupling=None)
+    ml.check_spaces(parser, options)
+    envs = [ml.make_env(options, number) for number in args.levels]
     options = inspect(args.levels, envs, args.num_workers)
     for env in envs:
         ml.close_env(env, env)

@@ -68,7 +68,7 @@ def film(script, args, model, folder):
     with closing(ml.Player(args, model)) as player:
         (game,) = player.games["evaluation"]
         ml.close_env(game.env, game.place())
-        env = ml.make_env(args.env, args.levels[-1], evaluation=True, render_mode="rgb_array")
+        env = ml.make_env(args, args.levels[-1], evaluation=True, render_mode="rgb_array")
         game.env = gym.wrappers.RecordVideo(env, folder, episode_trigger=lambda k: k == 0)
         player.play_episodes(["evaluation"], [ml.EVAL_SEED])
 
@@ -182,8 +182,9 @@ def play(script, args, model, controller=None):
 
 def compare(script, args, model, controller):
     """Print how the policy and a controller, file.py:function, do in the same episodes."""
-    returns = play(script, args, model)
+    # The controller comes first: a mistake in it shows at once.
     others = play(script, args, model, controller)
+    returns = play(script, args, model)
     gains = returns - others
     error = gains.std(ddof=1) / len(gains) ** 0.5
     print(f"policy      {returns.mean():.4f} ± {returns.std():.4f} over {len(gains)} episodes")
