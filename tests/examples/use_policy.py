@@ -91,7 +91,7 @@ class ExportedPolicy(nn.Module):
             return self.action(pi)
 
         x = model.obs_norm(inputs["obs"])
-        memories, state = model.memory(x[None], None, inputs["state"])  # one step: (1, M, H)
+        memories, state = model.memory(x[None], None, inputs["state"])  # one step: (1, M, U)
         pi = model.head(model.actor(memories[0]), inputs.get("action_mask"))
         return self.action(pi), state
 
