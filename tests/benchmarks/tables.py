@@ -680,7 +680,8 @@ def peer(name):
     if name not in runs:
         return REFERENCES.get(name, "")
     values = [row["episodic_return"] for row in runs[name]]
-    return f"{spread(values, ',.1f')}, {len(values)} seeds"
+    plural = "s" if len(values) > 1 else ""
+    return f"{spread(values, ',.1f')}, {len(values)} seed{plural}"
 
 
 def peer_header():
@@ -718,17 +719,24 @@ def ppo_commands():
 
 def cleanrl():
     """CleanRL's scripts and ppo.py, each with what its own runs have: returns and speed."""
-    header = ["env", "ppo.py: training", "CleanRL: training", "ppo.py: steps/s"]
-    header += ["CleanRL: steps/s", "seeds"]
+    header = ["env", "options", "ppo.py: training", "CleanRL: training", "ppo.py: steps/s"]
+    header += ["CleanRL: steps/s", "ratio", "seeds"]
     ours, theirs = grouped(read("ppo.csv"), "run"), grouped(read("cleanrl.csv"), "run")
     rows = []
     for name, seeds in theirs.items():
-        cells = [learn_ppo.RUNS[name].split()[1]]
+        are_same = name == "CartPole" or learn_ppo.MUJOCO in learn_ppo.RUNS[name]
+        cells = [learn_ppo.RUNS[name].split()[1], "the same" if are_same else "of its own"]
         for runs in (ours[name], seeds):
             cells.append(spread([row["episodic_return"] for row in runs], ",.1f"))
-        speeds = [float(row["steps"]) / float(row["wall_seconds"]) for row in ours[name]]
-        cells.append(middle(speeds, ",.0f"))
-        cells.append(middle(np.array([row["steps_per_second"] for row in seeds], float), ",.0f"))
+        speeds = {
+            row["seed"]: float(row["steps"]) / float(row["wall_seconds"]) for row in ours[name]
+        }
+        peers_speeds = {row["seed"]: float(row["steps_per_second"]) for row in seeds}
+        cells.append(middle(list(speeds.values()), ",.0f"))
+        cells.append(middle(list(peers_speeds.values()), ",.0f"))
+        # A seed's two runs followed each other. Other options make another number of updates.
+        ratios = [speeds[seed] / peers_speeds[seed] for seed in peers_speeds if seed in speeds]
+        cells.append(spread(ratios, ".1f") if are_same else "—")
         rows.append([*cells, f"{len(ours[name])}, {len(seeds)}"])
     return markdown(header, rows)
 
