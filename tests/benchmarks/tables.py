@@ -646,9 +646,9 @@ REFERENCES = {
     "MountainCar": "≥ -120",
     "Pendulum": "≥ -200",
     "Taxi": "7.93 (optimum by value iteration)",
-    "HalfCheetah": "1,443 (CleanRL, v4)",
-    "Hopper": "2,383 (CleanRL, v4)",
-    "Walker2d": "2,288 (CleanRL, v4)",
+    "HalfCheetah": "1,443 (published, v4)",
+    "Hopper": "2,383 (published, v4)",
+    "Walker2d": "2,288 (published, v4)",
 }
 PUBLISHED = {  # openai/baselines-results, read off the figures
     "Pong": "18 at 2M to 3M (baselines)",
@@ -677,16 +677,15 @@ def peer(name):
     """
     path = RESULTS / "cleanrl.csv"
     runs = grouped(read(path), "run") if path.exists() else {}
-    if name not in runs:
+    values = [row["episodic_return"] for row in runs.get(name, [])]
+    if len(values) < 5:  # not all seeds have been run
         return REFERENCES.get(name, "")
-    values = [row["episodic_return"] for row in runs[name]]
-    plural = "s" if len(values) > 1 else ""
-    return f"{spread(values, ',.1f')}, {len(values)} seed{plural}"
+    return spread(values, ",.1f")
 
 
 def peer_header():
     """Return the header of a column of `peer`."""
-    return "CleanRL, run here" if (RESULTS / "cleanrl.csv").exists() else "reference"
+    return "CleanRL, run here: training" if (RESULTS / "cleanrl.csv").exists() else "reference"
 
 
 def returns(names, header, last=lambda name: []):
