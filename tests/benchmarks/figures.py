@@ -130,12 +130,12 @@ def draw_useful(ax):
         x = max(seconds[1] for seconds, *_ in seeds)
         y = np.median([np.interp(x, seconds, returns) for seconds, _, returns in seeds])
         # Left of the line's first point, or below it where other lines pass.
-        place = {"xytext": (-2, 0), "ha": "right", "va": "center"}
+        place = {"xytext": (-2, 3 if level == 1 else -6), "ha": "right", "va": "center"}
         if x > 2:
             place = {"xytext": (0, -4), "ha": "left", "va": "top"}
         name = tables.grid("v1", level)
         ax.annotate(name, (x, y), textcoords="offset points", color=DARK, fontsize=7.5, **place)
-    ax.text(14, 0.5745, "coarse levels alone", ha="center", color=DARK)
+    ax.text(17, 0.57, "coarse levels alone", ha="center", color=DARK)
     name_lines(ax, "v1", curves, 0.662, 0.6)
 
 
