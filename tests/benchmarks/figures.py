@@ -235,9 +235,14 @@ def gained():
     ax.spines[["top", "right", "left"]].set_visible(False)
 
     handles = [ax.plot([], [], label=tables.WAYS[way], **marker_style(way))[0] for way in ways]
-    early = marker_style("best coarse", hollow=True) | {"color": "k", "marker": "o"}
-    early |= {"markeredgecolor": "k"}
-    handles += ax.plot([], [], label="hollow: ended before that time", **early)
+    if any(
+        tables.is_short(case, runs, run)
+        for case, runs in curves.items()
+        for run, _ in tables.at_equal_time(case, runs).values()
+    ):
+        early = marker_style("best coarse", hollow=True) | {"color": "k", "marker": "o"}
+        early |= {"markeredgecolor": "k"}
+        handles += ax.plot([], [], label="hollow: ended before that time", **early)
     handles += ax.plot([], [], color="k", lw=1, label="line: lowest to highest seed")
     figure.legend(handles=handles, loc="upper center", ncols=3, fontsize=8)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.6 / figure.get_figheight()))
