@@ -1892,7 +1892,7 @@ def check_options(parser, args):
         (divides, "num-minibatches", f"{parts}, over all ranks, must divide N · T (--rnn: N)"),
         (rows > parts or args.norm_adv == "off", "num-minibatches", "--norm-adv needs two rows"),
         (math.isfinite(args.learning_rate), "learning-rate", "give a number"),
-        (has_device, "device", "torch finds no GPU"),
+        (has_device, "device", "torch finds no GPU; give cpu"),
         (not is_new or not folder.exists(), "run-name", f"{folder} is there already"),
     ]
     for is_right, option, wish in wishes:

@@ -1489,7 +1489,7 @@ def check_options(parser, args):
         (rows % parts == 0, "num-minibatches", f"{parts}, over all ranks, must divide N · T"),
         (rows > parts or not args.norm_adv, "num-minibatches", "--norm-adv needs two rows"),
         (math.isfinite(args.learning_rate), "learning-rate", "give a number"),
-        (has_device, "device", "torch finds no GPU"),
+        (has_device, "device", "torch finds no GPU; give cpu"),
         (not is_new or not folder.exists(), "run-name", f"{folder} is there already"),
     ]
     for is_right, option, wish in wishes:

@@ -200,6 +200,7 @@ def gained():
     shares = {case: tables.shares_of_best(case, runs) for case, runs in curves.items()}
     ways = tables.compared(shares.values())
 
+    some_are_short = False
     lane_height = 0.85 / len(ways)
     figure, ax = plt.subplots(figsize=(WIDTH, 0.105 * len(ways) * len(curves) + 1.95))
     for i, (case, runs) in enumerate(curves.items()):
@@ -211,6 +212,7 @@ def gained():
             y = i + lane_height * (lane - (len(ways) - 1) / 2)
             if way in shares[case]:
                 is_short = tables.is_short(case, runs, reached[way][0])
+                some_are_short = some_are_short or is_short
                 draw_share(ax, way, shares[case][way], y, is_short)
 
     bottom = len(curves) + 0.2  # the middle of a last, higher row
@@ -218,7 +220,7 @@ def gained():
     choices = [way for way in ways if way != "best coarse"]  # nobody can choose that one
     for lane, way in enumerate(choices):
         y = bottom + 1.1 / len(choices) * (lane - (len(choices) - 1) / 2)
-        lowest = min(share[way].mean() for share in shares.values() if way in share)
+        lowest = tables.lowest_mean(shares.values(), way)
         draw_share(ax, way, np.array([lowest]), y)
         where = {"xytext": (8, -0.5), "textcoords": "offset points", "va": "center"}
         ax.annotate(tables.percent(lowest), (100 * lowest, y), **where)
@@ -235,11 +237,7 @@ def gained():
     ax.spines[["top", "right", "left"]].set_visible(False)
 
     handles = [ax.plot([], [], label=tables.WAYS[way], **marker_style(way))[0] for way in ways]
-    if any(
-        tables.is_short(case, runs, run)
-        for case, runs in curves.items()
-        for run, _ in tables.at_equal_time(case, runs).values()
-    ):
+    if some_are_short:
         early = marker_style("best coarse", hollow=True) | {"color": "k", "marker": "o"}
         early |= {"markeredgecolor": "k"}
         handles += ax.plot([], [], label="hollow: ended before that time", **early)

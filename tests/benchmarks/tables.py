@@ -348,37 +348,43 @@ def percent(share):
     return f"{100 * share:.0f} %"
 
 
-def way_title(case, run, way, text):
-    """Return a cell's text, with the name of the best coarse level."""
-    return f"{grid(case, int(run[-1]))}: {text}" if way == "best coarse" else text
+def marked(case, curves, way, text):
+    """Return a cell's text with the best coarse level's name, and † for an early end."""
+    run, _ = at_equal_time(case, curves)[way]
+    if way == "best coarse":
+        text = f"{grid(case, int(run[-1]))}: {text}"
+    return f"{text} †" if is_short(case, curves, run) else text
 
 
 def gained():
     """What each way has gained in the time of the rule's run, as `shares_of_best` tells."""
     curves = {case: recorded(case) for case in cases()}
-    shown = compared([at_equal_time(case, curves[case]) for case in curves])
+    found = {case: shares_of_best(case, runs) for case, runs in curves.items()}
+    shown = compared(found.values())
     rows = []
-    for case, runs in curves.items():
-        share, reached = shares_of_best(case, runs), at_equal_time(case, runs)
-        cells = [TITLES[case], f"{rule_seconds(case, runs):,.0f}"]
+    for case, share in found.items():
+        cells = [TITLES[case], f"{rule_seconds(case, curves[case]):,.0f}"]
         for way in shown:
-            cells.append("—")
+            cell = "—"
             if way in share:
-                run, _ = reached[way]
-                text = way_title(case, run, way, percent(share[way].mean()))
-                cells[-1] = f"{text} †" if is_short(case, runs, run) else text
+                cell = marked(case, curves[case], way, percent(share[way].mean()))
+            cells.append(cell)
         rows.append(cells)
-    lowest = lowest_shares([shares_of_best(case, runs) for case, runs in curves.items()], shown)
+    lowest = lowest_shares(found.values(), shown)
     return markdown(["simulation", "seconds", *(WAYS[way] for way in shown)], [*rows, lowest])
+
+
+def lowest_mean(found, way):
+    """Return a way's lowest mean share, of {way: each seed's share} of each case."""
+    return min(share[way].mean() for share in found if way in share)
 
 
 def lowest_shares(found, shown):
     """Return a row with each way's lowest mean share, of {way: each seed's share} of each case."""
     cells = ["**lowest share**", ""]
     for way in shown:
-        means = [share[way].mean() for share in found if way in share]
         # Nobody can choose the best coarse level.
-        lowest = "—" if way == "best coarse" else percent(min(means))
+        lowest = "—" if way == "best coarse" else percent(lowest_mean(found, way))
         cells.append(f"**{lowest}**")
     return cells
 
@@ -417,12 +423,10 @@ def seeds_cell(case, curves, way):
     if way not in found:
         return "—"
     values = found[way]
-    run, _ = at_equal_time(case, curves)[way]
-    text = way_title(case, run, way, f"{values.mean():{form}}")
+    mean = f"{values.mean():{form}}"
     if form == ".0f":
-        text += " %"
-    if is_short(case, curves, run):
-        text += " †"
+        mean += " %"
+    text = marked(case, curves, way, mean)
     if len(values) == 1:
         return f"{text}, 1 seed"
     return f"{text} ({values.min():{form}} to {values.max():{form}}), {len(values)} seeds"

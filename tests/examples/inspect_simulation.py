@@ -63,11 +63,11 @@ def play(env, finest, seed=SEED, most_steps=ml.MOST_STEPS, *, alone=False):
         began = time.perf_counter()
         obs, _ = env.reset(seed=seed)
         seconds.append(time.perf_counter() - began)
-        if env is not finest and not alone:
+        maps = env is not finest and hasattr(env.unwrapped, "map_from")
+        if maps or (env is not finest and not alone):
             finest.reset(seed=seed)
-        if env is not finest and hasattr(env.unwrapped, "map_from"):
+        if maps:
             # As in training the level starts where the finest one does.
-            finest.reset(seed=seed)
             env.unwrapped.map_from(finest.unwrapped)
             obs = env.unwrapped.psi()
         observations.append(finite(obs))
@@ -302,9 +302,9 @@ def main(argv=None):
     args = parser.parse_args(argv)
     sys.path.append(".")  # where a module of --env may lie
 
-    options = argparse.Namespace(env=ml.env_name(args.env), levels=args.levels, coupling=None)
-    ml.check_spaces(parser, options)
-    envs = [ml.make_env(options, number) for number in args.levels]
+    named = argparse.Namespace(env=ml.env_name(args.env), levels=args.levels, coupling=None)
+    ml.check_spaces(parser, named)
+    envs = [ml.make_env(named, number) for number in args.levels]
     options = inspect(args.levels, envs, args.num_workers)
     for env in envs:
         ml.close_env(env, env)
