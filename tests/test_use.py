@@ -301,6 +301,18 @@ def too_strong(obs):
     return 50 * obs
 
 
+def test_controller_plays_first(monkeypatch):
+    """A mistake in it shows before the policy has played."""
+
+    def mistaken(script, args, model, controller=None):
+        assert controller == "mine"
+        raise ValueError("no such unit")
+
+    monkeypatch.setattr(use_policy, "play", mistaken)
+    with pytest.raises(ValueError, match="no such unit"):
+        use_policy.compare(ppo, None, None, "mine")
+
+
 def test_numbers_of_a_comparison(monkeypatch, capsys):
     """Means, standard deviations, and the standard error of the paired differences."""
     returns = {None: np.array([1.0, 2.0, 4.0]), "mine": np.array([0.0, 2.0, 1.0])}
