@@ -391,8 +391,6 @@ def test_returns_at_equal_time(monkeypatch):
     }
     row = tables.lowest_shares([shares, {"finest": np.array([0.1, 0.2])}], list(found))
     assert row[2:] == ["**15 %**", "**36 %**", "**—**", "**100 %**"]
-    short = [run for run in curves if tables.is_short("rod", curves, run)]
-    assert short == ["rod-only-1"]  # ended after 40 s
 
 
 def test_cells_of_seeds_and_compared_ways(monkeypatch):
@@ -406,13 +404,24 @@ def test_cells_of_seeds_and_compared_ways(monkeypatch):
 
     curves = {"rod-only-1": seeds(-90, -80, until=40), "rod-only-4": seeds(-50, until=200)}
     curves |= {"rod-adaptive": seeds(-45, until=50), "rod-halves": seeds(-50, until=50)}
-    assert tables.seeds_cell("rod", curves, "coarsest") == "30 % † (20 to 40), 2 seeds"
+    assert tables.seeds_cell("rod", curves, "coarsest") == "30 % (20 to 40), 2 seeds"
     assert tables.seeds_cell("rod", curves, "adaptive") == "110 %, 1 seed"
     assert tables.seeds_cell("rod", curves, "multigrid") == "—"
 
     found = tables.at_equal_time("rod", curves)
     assert "halves" in tables.compared([found])
     assert "halves" not in tables.compared([found, {}])
+
+
+def test_compared_runs_are_as_long(monkeypatch):
+    """They last as long as the rule's, up to an iteration of theirs and a check of the rule's."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
+    tables = importlib.import_module("tables")
+    for case in tables.cases():
+        curves = tables.recorded(case)
+        for run, _ in tables.at_equal_time(case, curves).values():
+            end = min(seconds[-1] for seconds, *_ in curves[run].values())
+            assert end >= 0.95 * tables.rule_seconds(case, curves), run
 
 
 def test_time_per_level(monkeypatch, tmp_path):

@@ -200,20 +200,16 @@ def gained():
     shares = {case: tables.shares_of_best(case, runs) for case, runs in curves.items()}
     ways = tables.compared(shares.values())
 
-    some_are_short = False
     lane_height = 0.85 / len(ways)
-    figure, ax = plt.subplots(figsize=(WIDTH, 0.105 * len(ways) * len(curves) + 1.95))
-    for i, (case, runs) in enumerate(curves.items()):
+    figure, ax = plt.subplots(figsize=(WIDTH, 0.08 * len(ways) * len(curves) + 1.7))
+    for i, case in enumerate(curves):
         if i % 2 == 0:
             ax.axhspan(i - 0.5, i + 0.5, color="k", alpha=0.04, lw=0)
         # Markers of a row stand a little below each other, so that none hides another.
-        reached = tables.at_equal_time(case, runs)
         for lane, way in enumerate(ways):
             y = i + lane_height * (lane - (len(ways) - 1) / 2)
             if way in shares[case]:
-                is_short = tables.is_short(case, runs, reached[way][0])
-                some_are_short = some_are_short or is_short
-                draw_share(ax, way, shares[case][way], y, is_short)
+                draw_share(ax, way, shares[case][way], y)
 
     bottom = len(curves) + 0.2  # the middle of a last, higher row
     ax.axhspan(bottom - 0.7, bottom + 0.7, color="k", alpha=0.1, lw=0)
@@ -237,33 +233,27 @@ def gained():
     ax.spines[["top", "right", "left"]].set_visible(False)
 
     handles = [ax.plot([], [], label=tables.WAYS[way], **marker_style(way))[0] for way in ways]
-    if some_are_short:
-        early = marker_style("best coarse", hollow=True) | {"color": "k", "marker": "o"}
-        early |= {"markeredgecolor": "k"}
-        handles += ax.plot([], [], label="hollow: ended before that time", **early)
     handles += ax.plot([], [], color="k", lw=1, label="line: lowest to highest seed")
     figure.legend(handles=handles, loc="upper center", ncols=3, fontsize=8)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.6 / figure.get_figheight()))
     return figure
 
 
-def draw_share(ax, way, shares, y, is_short=False):
+def draw_share(ax, way, shares, y):
     """Draw the mean of a way of training, and a line from its lowest seed to its highest."""
     _, color = MARKERS[way]
     ax.plot([100 * shares.min(), 100 * shares.max()], [y, y], color=color, lw=1)
-    ax.plot(100 * shares.mean(), y, **marker_style(way, is_short))
+    ax.plot(100 * shares.mean(), y, **marker_style(way))
 
 
-def marker_style(way, hollow=False):
-    """Return how the marker of a way of training is drawn; a hollow one ended before."""
+def marker_style(way):
+    """Return how the marker of a way of training is drawn."""
     marker, color = MARKERS[way]
     return {
         "marker": marker,
         "ls": "",
         "color": color,
-        "markerfacecolor": "w" if hollow else color,
-        "markeredgecolor": color,
-        "markeredgewidth": 1.2 if hollow else 0.5,
+        "markeredgewidth": 0.5,
         "markersize": 9.5 if way == "adaptive" else 5.5,
     }
 

@@ -328,13 +328,6 @@ def at_equal_time(case, curves):
     return {way: (run, reached[run]) for way, run in runs.items() if run in reached}
 
 
-def is_short(case, curves, run):
-    """Return whether a seed of a run ended before the rule's runs did."""
-    # Runs end with whole iterations, and that of the rule with a check.
-    end = min(seconds[-1] for seconds, *_ in curves[run].values())
-    return end < 0.95 * rule_seconds(case, curves)
-
-
 def shares_of_best(case, curves):
     """Return {way: each seed's gain at equal time}, as a share of the highest mean gain of all."""
     start, _, _ = finest_gain(case, curves)
@@ -348,12 +341,10 @@ def percent(share):
     return f"{100 * share:.0f} %"
 
 
-def marked(case, curves, way, text):
-    """Return a cell's text with the best coarse level's name, and † for an early end."""
+def named(case, curves, way, text):
+    """Return a cell's text with the name of the best coarse level before it."""
     run, _ = at_equal_time(case, curves)[way]
-    if way == "best coarse":
-        text = f"{grid(case, int(run[-1]))}: {text}"
-    return f"{text} †" if is_short(case, curves, run) else text
+    return f"{grid(case, int(run[-1]))}: {text}" if way == "best coarse" else text
 
 
 def gained():
@@ -367,7 +358,7 @@ def gained():
         for way in shown:
             cell = "—"
             if way in share:
-                cell = marked(case, curves[case], way, percent(share[way].mean()))
+                cell = named(case, curves[case], way, percent(share[way].mean()))
             cells.append(cell)
         rows.append(cells)
     lowest = lowest_shares(found.values(), shown)
@@ -418,7 +409,7 @@ def outcomes(case, curves):
 
 
 def seeds_cell(case, curves, way):
-    """Return a cell of outcomes: mean, lowest, highest and number of seeds; † for an early end."""
+    """Return a cell of outcomes: mean, lowest, highest and number of seeds."""
     found, form = outcomes(case, curves)
     if way not in found:
         return "—"
@@ -426,7 +417,7 @@ def seeds_cell(case, curves, way):
     mean = f"{values.mean():{form}}"
     if form == ".0f":
         mean += " %"
-    text = marked(case, curves, way, mean)
+    text = named(case, curves, way, mean)
     if len(values) == 1:
         return f"{text}, 1 seed"
     return f"{text} ({values.min():{form}} to {values.max():{form}}), {len(values)} seeds"
@@ -523,25 +514,6 @@ def best_coarse(case, curves):
     """Return the coarse level alone that ends highest."""
     runs = [run for run in curves if "-only-" in run and run != reference(case)]
     return max(runs, key=lambda run: np.median(final(curves[run])))
-
-
-def behind():
-    """The same comparison for the other ways of choosing levels."""
-    header = ["simulation", "training", "median factor in time", "worst factor", "behind at most"]
-    rows = []
-    for case, title in cases().items():
-        curves = recorded(case)
-        for name in ("adaptive", "multigrid", "together", reference(case)):
-            run = name if name in curves else f"{case}-{name}"
-            if run not in curves:
-                continue
-            budgets, factors, shortfalls = comparison(case, curves, run)
-            late = budgets >= budgets[-1] / 10
-            cells = [title, methods(case)[run], factor(np.nanmedian(factors))]
-            cells.append(factor(np.nanmax(factors[late])))
-            cells.append(f"{shortfalls[late].max():{digits(case)}}")
-            rows.append(cells)
-    return markdown(header, rows)
 
 
 def unseen():
