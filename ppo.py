@@ -400,7 +400,7 @@ def losses(model, mb, clip_coef, clip_vloss):
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
 
-    # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
+    # PPO, Eq. (9), second term, here with ½: ½ (V_θ(s_t) − R_t)²
     v_loss = (values - returns).square()
     if clip_vloss:
         # Not in the paper: (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², where that is larger. So V
@@ -1578,6 +1578,8 @@ class Run(AbstractContextManager):
             report(
                 f"the run is complete: to resume it, give --num-iterations above {self.iteration}"
             )
+        elif RANK == 0:
+            write_config(self.run_dir, self.args)
         self.start_games()
         if self.args.eval_every and not self.history:
             self.log({})
@@ -1685,7 +1687,6 @@ class Logger:
         self.history = history
         self.columns = list(COUNTERS | TAGS)  # progress.csv has these, and one for any new key
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
-        write_config(run_dir, args)
         self.file = (run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line
         self.rewrite()
         # TensorBoard drops what a stopped run had logged beyond its last checkpoint.
@@ -1891,7 +1892,6 @@ def check_options(parser, args):
     wishes = [
         (divides, "num-minibatches", f"{parts}, over all ranks, must divide N · T (--rnn: N)"),
         (rows > parts or args.norm_adv == "off", "num-minibatches", "--norm-adv needs two rows"),
-        (math.isfinite(args.learning_rate), "learning-rate", "give a number"),
         (has_device, "device", "torch finds no GPU; give cpu"),
         (not is_new or not folder.exists(), "run-name", f"{folder} is there already"),
     ]

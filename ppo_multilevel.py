@@ -399,7 +399,7 @@ def losses(model, mb, clip_coef, clip_vloss):
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
 
-    # PPO, Eq. (9), second term: ½ (V_θ(s_t) − R_t)²
+    # PPO, Eq. (9), second term, here with ½: ½ (V_θ(s_t) − R_t)²
     v_loss = (values - returns).square()
     if clip_vloss:
         # Not in the paper: (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², where that is larger. So V
@@ -2112,6 +2112,8 @@ class Run(AbstractContextManager):
                 "the run is complete: to resume it, give more --hours, or --num-iterations above "
                 f"{self.iteration}"
             )
+        elif RANK == 0:
+            write_config(self.run_dir, self.args)
         self.start_games()
         self.began = time.perf_counter()
         if self.history:
@@ -2264,7 +2266,6 @@ class Logger:
         self.history = history
         self.columns = list(COUNTERS | TAGS)  # progress.csv has these, and one for any new key
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
-        write_config(run_dir, args)
         self.file = (run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line
         self.rewrite()
         # TensorBoard drops what a stopped run had logged beyond its last checkpoint.
@@ -3240,7 +3241,6 @@ def check_options(parser, args, options):
         (two_rows or not args.norm_adv, "num-minibatches", "--norm-adv needs two rows"),
         (costs_fit, "level-costs", f"give {L + 1} numbers, the last of an update"),
         (args.check_episodes > 1, "check-episodes", "two or more: their differences are compared"),
-        (math.isfinite(args.learning_rate), "learning-rate", "give a number"),
         (not args.resume or kept.items() <= options.items(), "resume", f"{list(kept)} must stay"),
         (not is_new or not folder.exists(), "run-name", f"{folder} is there already"),
     ]

@@ -14,7 +14,7 @@ which those scripts do not have; here the patches need nothing more for it):
 
 This prints a copy of ppo.py with one of them, DUAL_CLIP, NOVELTY, SQUASHED, ADAMW or VALUE_EPOCHS:
 
-    python tests/test_changes.py NOVELTY > my_ppo.py
+    python tests/test_changes.py NOVELTY > rnd_ppo.py
 """
 
 import csv

@@ -192,26 +192,20 @@ def test_exclusive_options(script, refused):
 # Rows are options, the option that the line names, and what else it says.
 NO_DIVISOR = ("--num-minibatches 3", "--num-minibatches", "3, over all ranks, must divide N · T")
 ONE_ROW = ("--num-minibatches 16", "--num-minibatches", "--norm-adv needs two rows")
-NO_RATE = ("--learning-rate nan", "--learning-rate", "give a number")
-INFINITE_RATE = ("--learning-rate inf", "--learning-rate", "give a number")
 TAKEN = ("--num-minibatches 2 --log-dir . --run-name a/b", "--run-name", "a_b is there already")
 WISHES = {
     ppo: [
         NO_DIVISOR,
         ONE_ROW,
-        NO_RATE,
-        INFINITE_RATE,
         TAKEN,
         ("--rnn gru --num-minibatches 4", "--num-minibatches", "(--rnn: N)"),
         ("--num-minibatches 16 --norm-adv batch", "--num-minibatches", "two rows"),
         ("--num-envs 1 --num-steps 1 --num-minibatches 1", "--num-minibatches", "two rows"),
     ],
-    ppo_atari: [NO_DIVISOR, ONE_ROW, NO_RATE, INFINITE_RATE, TAKEN],
+    ppo_atari: [NO_DIVISOR, ONE_ROW, TAKEN],
     ppo_multilevel: [
         NO_DIVISOR,
         ("--num-minibatches 8", "--num-minibatches", "--norm-adv needs two rows"),  # of level 2
-        NO_RATE,
-        INFINITE_RATE,
         TAKEN,
         ("--levels 5 4", "--levels", "coarse to fine"),
         ("--levels 4 4", "--levels", "coarse to fine"),

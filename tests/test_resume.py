@@ -275,14 +275,18 @@ def test_other_options(tmp_path, capsys):
 
 @pytest.mark.parametrize("script", SMALL, ids=lambda script: script.__name__)
 def test_run_that_is_complete(script, tmp_path, capsys):
-    """One line says so, and how it becomes longer. Nothing is said of a run that goes on."""
+    """One line says so, and how it becomes longer; its options stay. Nothing is said of a run that
+    goes on."""
     run_dir = small_run(script, tmp_path).run_dir
+    config = (run_dir / "config.json").read_text()
     lengths = ["--num-iterations 2", "--num-iterations 1"]
     if script is not ppo_multilevel:
         lengths.append("--total-timesteps 1")
     for length in ["", *lengths]:
         capsys.readouterr()
-        assert resume(script, run_dir, *length.split()).iteration == 2
+        words = [*length.split(), "--learning-rate", "0.5"]
+        assert resume(script, run_dir, *words).iteration == 2
+        assert (run_dir / "config.json").read_text() == config
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("the run is complete: to resume it, give ")
         assert line.endswith("--num-iterations above 2")

@@ -329,9 +329,13 @@ def at_equal_time(case, curves):
 
 
 def shares_of_best(case, curves):
-    """Return {way: each seed's gain at equal time}, as a share of the highest mean gain of all."""
+    """Return {way: each seed's gain at equal time}, as a share of the highest mean gain of all.
+
+    Values fitted at first are left out: few simulations have these runs.
+    """
     start, _, _ = finest_gain(case, curves)
     gains = {way: returns - start for way, (_, returns) in at_equal_time(case, curves).items()}
+    gains = {way: gain for way, gain in gains.items() if not way.endswith("-fit")}
     best = max(gain.mean() for gain in gains.values())
     return {way: gain / best for way, gain in gains.items()}
 
@@ -374,8 +378,9 @@ def lowest_shares(found, shown):
     """Return a row with each way's lowest mean share, of {way: each seed's share} of each case."""
     cells = ["**lowest share**", ""]
     for way in shown:
-        # Nobody can choose the best coarse level.
-        lowest = "—" if way == "best coarse" else percent(lowest_mean(found, way))
+        # Nobody can choose the best coarse level, and few simulations have values fitted at first.
+        is_left_out = way == "best coarse" or way.endswith("-fit")
+        lowest = "—" if is_left_out else percent(lowest_mean(found, way))
         cells.append(f"**{lowest}**")
     return cells
 
@@ -615,17 +620,15 @@ def paper(case):
 
 
 # ------------------------------------------------------------------------------------ ppo.py
-REFERENCES = {
+GOALS = {
     "CartPole": "≥ 475 (solved)",
     "Acrobot": "≥ -90",
     "LunarLander": "≥ 200 (solved)",
     "MountainCar": "≥ -120",
     "Pendulum": "≥ -200",
     "Taxi": "7.93 (optimum by value iteration)",
-    "HalfCheetah": "1,443 (published, v4)",
-    "Hopper": "2,383 (published, v4)",
-    "Walker2d": "2,288 (published, v4)",
 }
+MUJOCO = ("HalfCheetah", "Hopper", "Walker2d")
 PUBLISHED = {  # openai/baselines-results, read off the figures
     "Pong": "18 at 2M to 3M (baselines)",
     "Breakout": "245 to 310 at 10M (baselines)",
@@ -646,22 +649,18 @@ LADDER = {
 }
 
 
+def has_options_of_cleanrl(name):
+    """Return whether a run has the options of CleanRL's script for its kind of actions."""
+    return name == "CartPole" or name in MUJOCO
+
+
 def peer(name):
-    """Return what CleanRL's script has in an environment, or else what is known of it.
-
-    Returns are the means of the last 100 training episodes, as those of ppo.py.
-    """
-    path = RESULTS / "cleanrl.csv"
-    runs = grouped(read(path), "run") if path.exists() else {}
-    values = [row["episodic_return"] for row in runs.get(name, [])]
-    if len(values) < 5:  # not all seeds have been run
-        return REFERENCES.get(name, "")
-    return spread(values, ",.1f")
-
-
-def peer_header():
-    """Return the header of a column of `peer`."""
-    return "CleanRL, run here: training" if (RESULTS / "cleanrl.csv").exists() else "reference"
+    """Return what CleanRL's script has in its runs with the same options, as `training`."""
+    runs = grouped(read("cleanrl.csv"), "run")
+    if name not in runs or not has_options_of_cleanrl(name):
+        return "—"
+    values = [row["episodic_return"] for row in runs[name]]
+    return f"{spread(values, ',.1f')}, {len(values)} seed{'s' * (len(values) > 1)}"
 
 
 def returns(names, header, last=lambda name: []):
@@ -678,17 +677,18 @@ def returns(names, header, last=lambda name: []):
 
 def ppo():
     """Most envs of `ppo_commands`, and the games of ppo_atari.py."""
-    names = [name for name in REFERENCES if name not in ("Acrobot", "Taxi")]
+    names = ["CartPole", "LunarLander", "MountainCar", "Pendulum", *MUJOCO]
     names = {name: learn_ppo.RUNS[name].split()[1] for name in names}
-    table = returns(names, "env", lambda name: [peer(name) if name else peer_header()])
+    header = "CleanRL with the same options: training"
+    table = returns(names, "env", lambda name: [peer(name) if name else header])
     return "\n".join([table, *atari()])
 
 
 def ppo_commands():
     """The options of each env's run, and of those without a trick."""
-    runs = [*REFERENCES, "MountainCar-plain", "Taxi-unmasked"]
+    runs = [*GOALS, *MUJOCO, "MountainCar-plain", "Taxi-unmasked"]
     names = {name: f"`{learn_ppo.RUNS[name]}`" for name in runs}
-    last = {None: "reference"} | REFERENCES
+    last = {None: "goal"} | GOALS
     return returns(names, "python ppo.py", lambda name: [last.get(name, "")])
 
 
@@ -699,7 +699,7 @@ def cleanrl():
     ours, theirs = grouped(read("ppo.csv"), "run"), grouped(read("cleanrl.csv"), "run")
     rows = []
     for name, seeds in theirs.items():
-        are_same = name == "CartPole" or learn_ppo.MUJOCO in learn_ppo.RUNS[name]
+        are_same = has_options_of_cleanrl(name)
         cells = [learn_ppo.RUNS[name].split()[1], "the same" if are_same else "of its own"]
         for runs in (ours[name], seeds):
             cells.append(spread([row["episodic_return"] for row in runs], ",.1f"))
