@@ -237,6 +237,30 @@ class Shared(Pendulum):
         return obs, reward + 0.01 * (Shared.state - self.level), *ends
 
 
+class SharedState(Pendulum):
+    """All simulations have one state. A seed leads to the same one on all levels."""
+
+    shared = None
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        SharedState.shared = self.state
+        return obs, info
+
+    def step(self, action):
+        self.state = SharedState.shared
+        result = super().step(action)
+        SharedState.shared = self.state
+        return result
+
+
+class Longer(Pendulum):
+    """Its fine level shows an entry more than its Box has."""
+
+    def see(self):
+        return np.append(super().see(), np.float32(0)) if self.level == 2 else super().see()
+
+
 class Cells(Pendulum):
     """It shows the cells of its level."""
 
@@ -349,7 +373,7 @@ UNLIKE = "Levels start unlike from the same seed."
 CHECK = "A check plays 16 episodes on level 2"
 BOOTSTRAPPED = "All episodes are truncated, which is right for a plant that runs on: V stands"
 ACTIONS = "The first actions are 0 ± 1, clipped to the Box, "
-ENDLESS = "an episode has not ended in 10,000 steps. Let it end."
+LENGTHS = "Levels take 10, 20 steps."
 RETURNS = "The returns of levels differ by a factor: -"
 LARGEST = "The largest of returns is "
 # Simulations, and how the pieces of advice on them begin, in their order.
@@ -363,11 +387,12 @@ FLAWS = {
     Unseeded: [DIFFER, DIFFER_2, UNLIKE, CHECK],
     Lottery: [DIFFER, DIFFER_2, CHECK],
     Shared: [DIFFER, CHECK],
+    SharedState: [DIFFER, RETURNS, CHECK],
     SummedLottery: [DIFFER, DIFFER_2, RETURNS, CHECK],
     Unlike: [UNLIKE, CHECK],
     UnlikeLater: [UNLIKE, CHECK],
     Summed: [RETURNS, CHECK],
-    MoreSteps: [RETURNS, CHECK],
+    MoreSteps: [RETURNS, LENGTHS, CHECK],
     Large: ["The largest of observations is ", LARGEST, CHECK],
     Small: ["The largest of observations is ", LARGEST, CHECK],
     Physical: [f"{ACTIONS}0 to 500.", CHECK],
@@ -376,7 +401,6 @@ FLAWS = {
     Torque: [f"{ACTIONS}-2 to 2. If it is not -1 to 1, half", CHECK],
     Cut: [BOOTSTRAPPED, CHECK],
     CutOnce: [CHECK],
-    Endless: [f"Level 1: {ENDLESS}", f"Level 2: {ENDLESS}", RETURNS, LARGEST],
     Failing: [
         "Level 1 fails, seed 10000, step 6: RuntimeError: no convergence",
         "Level 2 fails, seed 10000, step 6: RuntimeError: no convergence",
@@ -420,6 +444,12 @@ def test_levels_with_other_spaces(inspected, capsys):
     assert "error: argument --levels: level 2 has" in capsys.readouterr().err
 
 
+def test_episodes_that_do_not_end(inspected):
+    """The inspection ends with the first one."""
+    with pytest.raises(SystemExit, match="An episode of level 1 has not ended in 10,000 steps."):
+        inspected(Endless)
+
+
 def test_check_of_gymnasium(inspected):
     """What Gymnasium's own check finds is told."""
     _, (finding, _), _ = inspected(Astray)
@@ -442,6 +472,7 @@ def test_simulations_that_are_right(inspected, env, expected):
         (Broken, 10000, "no licence"),
         (OldApi, 10000, "not enough values to unpack"),
         (Fragile, 10003, "no convergence"),
+        (Longer, 10000, "an observation or a reward has the shape (3,), not (2,)"),
     ],
 )
 def test_simulations_that_cannot_be_inspected(inspected, make, seed, text):
@@ -454,7 +485,7 @@ def test_simulations_that_cannot_be_inspected(inspected, make, seed, text):
 def test_options_that_answer_the_advice(inspected):
     """The next command has them, and the wrapper that the advice on actions names answers it."""
     *_, command = inspected(Large)
-    assert command.endswith("--levels 1 2 --norm-obs --norm-value --hours 0.1")
+    assert command.endswith(" --norm-obs --norm-value --hours 0.1")
 
     def make(level):
         return gym.wrappers.RescaleAction(Physical(level), -1, 1)
@@ -530,8 +561,7 @@ def test_options_for_expensive_steps(steps, workers, num_envs, num_steps):
         found = inspect_simulation.look_at_steps(3, [episode], workers)
         expected = (
             f"--num-envs {num_envs} --num-steps {num_steps} --num-minibatches 4 "
-            "--learning-rate 3e-4 --init-log-std -1 --save-every 1 --eval-every 0 "
-            f"--num-workers {workers}"
+            "--learning-rate 3e-4 --init-log-std -1 --save-every 1 --eval-every 0"
         )
         assert " ".join(found) == expected * expensive
 
@@ -541,8 +571,8 @@ def test_command_for_expensive_steps(inspected, monkeypatch):
     monkeypatch.setattr(inspect_simulation.time, "perf_counter", lambda: Solver.clock)
     _, advice, command = inspected(Solver, options="--num-workers 2")
     assert advice[0].startswith("A step of level 2 takes 20 s. For such expensive steps")
-    words = "--learning-rate 3e-4 --init-log-std -1 --save-every 1 --eval-every 0 --num-workers 2"
-    words = f"--num-envs 8 --num-steps 4 --num-minibatches 4 {words}"
+    words = "--learning-rate 3e-4 --init-log-std -1 --save-every 1 --eval-every 0"
+    words = f"--num-workers 2 --num-envs 8 --num-steps 4 --num-minibatches 4 {words}"
     assert command.endswith(f" --levels 1 2 {words} --hours 33.4")
     assert inspected(Solver, levels="2", options="--num-workers 2")[2].endswith(f" 2 {words}")
 
@@ -559,7 +589,7 @@ def test_one_level(inspected):
     table, advice, command = inspected(Pendulum, levels="2")
     assert advice == []
     assert table[1].split()[0] == "2"
-    assert command.endswith("--levels 2")
+    assert command.endswith(f"--levels 2 --num-workers {ppo_multilevel.num_cores()}")
 
 
 def test_command_line(tmp_path):
@@ -568,5 +598,6 @@ def test_command_line(tmp_path):
     argv = [sys.executable, script, "--env", ROD, "--levels", "1", "2"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    command = f"python ppo_multilevel.py --env {ROD} --levels 1 2 --hours 0.1"
+    command = f"python ppo_multilevel.py --env {ROD} --levels 1 2 --num-workers "
+    command += f"{ppo_multilevel.num_cores()} --hours 0.1"
     assert done.stdout.splitlines()[-1] == command

@@ -382,9 +382,9 @@ def readme_code(part):
     return code
 
 
-def readme_text():
-    """Return README.md in one line."""
-    return " ".join((ROOT / "README.md").read_text().split())
+def reference_text():
+    """Return the reference in one line."""
+    return " ".join((ROOT / "tests" / "benchmarks" / "reference.md").read_text().split())
 
 
 ROD = ROOT / "tests" / "examples" / "rod.py"
@@ -399,7 +399,7 @@ def test_readme_code_loads_a_policy(tmp_path, monkeypatch, env):
     code = readme_code("read_checkpoint")
     assert code.count("\n") <= 15 and "runs/my-run" in code
     found = re.search(
-        r"With `--rnn` it is `(.*?)`, after `(.*?)` at .*?; with masks `(.*?)`", readme_text()
+        r"With `--rnn` it is `(.*?)`, after `(.*?)` at .*?; with masks `(.*?)`", reference_text()
     )
     memory, start, masked = found.groups()
     if "rnn" in env:
@@ -466,7 +466,7 @@ SB3 |= dict(activation="tanh", shared_net=False, init_log_std=0.0)
 
 def test_options_are_the_defaults_of_sb3(tmp_path):
     """Those of `PPO("MlpPolicy", env)` of Stable-Baselines3 2.9.2, whose batch_size is 64."""
-    text = " ".join((ROOT / "tests/benchmarks/reference.md").read_text().split())
+    text = reference_text()
     options = re.search(r"with N envs, `(.*?)` \(VecNormalize: `(.*?)`", text)
     words = " ".join(options.groups()).replace("(32 N)", "96").replace(" N ", " 3 ").split()
     args = ppo.parse_args([*words, "--log-dir", str(tmp_path)])

@@ -38,7 +38,7 @@ class Episode(NamedTuple):
     obs: np.ndarray  # (T + 1, D)
     rewards: np.ndarray  # (T,)
     seconds: list  # T + 1 numbers: of reset, and of each step
-    end: str  # terminated, truncated, failed or none
+    end: str  # terminated, truncated, failed or none yet
     failure: str  # where and how the simulation has failed, else ""
 
 
@@ -46,9 +46,9 @@ def play(env, finest, seed=SEED, most_steps=ml.MOST_STEPS, *, alone=False):
     """Play an episode, or its first steps, always with the same actions. Returns the Episode.
 
     The generators of `random` and `np.random` start from a seed of their own, so that levels can be
-    compared even if the simulation draws from them. After its reset the finest one is reset, too,
-    as simulations take turns in training. `alone` it is not, and the generators' seed is another
-    one: then a simulation that depends on either shows other numbers.
+    compared even if the simulation draws from them. After its reset the finest one gets another
+    start, as simulations take turns in training. `alone` it does not, and the generators' seed is
+    another one: then a simulation that depends on either shows other numbers.
 
     Raises RuntimeError if not even the first step succeeds.
     """
@@ -63,22 +63,22 @@ def play(env, finest, seed=SEED, most_steps=ml.MOST_STEPS, *, alone=False):
         began = time.perf_counter()
         obs, _ = env.reset(seed=seed)
         seconds.append(time.perf_counter() - began)
-        maps = env is not finest and hasattr(env.unwrapped, "map_from")
-        if maps or (env is not finest and not alone):
-            finest.reset(seed=seed)
-        if maps:
+        if env is not finest and hasattr(env.unwrapped, "map_from"):
             # As in training the level starts where the finest one does.
+            finest.reset(seed=seed)
             env.unwrapped.map_from(finest.unwrapped)
             obs = env.unwrapped.psi()
-        observations.append(finite(obs))
+        if env is not finest and not alone:
+            finest.reset(seed=0)
+        observations.append(checked(obs, env.observation_space.shape))
 
         while end == "none" and len(rewards) < most_steps:
             action = first_action(env.action_space, rng)
             began = time.perf_counter()
             obs, reward, terminated, truncated, _ = env.step(action)
             seconds.append(time.perf_counter() - began)
-            observations.append(finite(obs))
-            rewards.append(finite(reward))
+            observations.append(checked(obs, env.observation_space.shape))
+            rewards.append(checked(reward, ()))
             if terminated or truncated:
                 end = "terminated" if terminated else "truncated"
     except Exception as error:
@@ -90,11 +90,13 @@ def play(env, finest, seed=SEED, most_steps=ml.MOST_STEPS, *, alone=False):
     return Episode(np.array(observations), np.array(rewards), seconds, end, failure)
 
 
-def finite(values):
-    """Return numbers in float64. Raises ValueError for NaN and infinity."""
+def checked(values, shape):
+    """Return numbers in float64. Raises ValueError for NaN, infinity, and any other shape."""
     values = np.array(values, np.float64)
     if not np.isfinite(values).all():
         raise ValueError("NaN or infinity in an observation or a reward")
+    if values.shape != shape:
+        raise ValueError(f"an observation or a reward has the shape {values.shape}, not {shape}")
     return values
 
 
@@ -119,8 +121,6 @@ def look_at_level(number, first, again):
             f"Level {number} fails, {failure}. With --failed-reward such a step ends an "
             "episode, not the run."
         )
-    if first.end == "none":
-        tell(f"Level {number}: an episode has not ended in {ml.MOST_STEPS:,} steps. Let it end.")
     # Rounding may add up in an episode.
     pairs = [(first.obs, again.obs), (first.rewards, again.rewards)]
     alike = [a.shape == b.shape and np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs]
@@ -160,8 +160,14 @@ def compare_levels(envs, returns):
     elif 0 < 1.5 * sizes.min() < sizes.max():
         tell(
             f"The returns of levels differ by a factor: {', '.join(f'{r:.4g}' for r in returns)}. "
-            "If rewards are sums over cells, take means. Let all levels take as many steps."
+            "If rewards are sums over cells, take means."
         )
+
+
+def look_at_lengths(lengths):
+    """Say if episodes of the levels have unequal numbers of steps."""
+    if len(set(lengths)) > 1:
+        tell(f"Levels take {', '.join(map(str, lengths))} steps. Let all of them take as many.")
 
 
 def look_at_scale(name, values, option):
@@ -204,8 +210,7 @@ def look_at_steps(number, episodes, num_workers):
     multiple = 4 // math.gcd(num_envs, 4)
     num_steps = max(4, num_steps // multiple * multiple)
     options = f"--num-envs {num_envs} --num-steps {num_steps} --num-minibatches 4 "
-    options += "--learning-rate 3e-4 --init-log-std -1 --save-every 1 --eval-every 0 "
-    options += f"--num-workers {num_workers}"
+    options += "--learning-rate 3e-4 --init-log-std -1 --save-every 1 --eval-every 0"
     # A run on a single level makes no checks.
     if len(episodes) > 1:
         look_at_waits(episodes, num_envs * num_steps * step / workers, num_envs, num_workers)
@@ -259,6 +264,8 @@ def inspect(numbers, envs, num_workers):
     pairs = []
     for number, env in zip(numbers, envs):
         first = play(env, envs[-1], alone=True)
+        if first.end == "none":
+            sys.exit(f"An episode of level {number} has not ended in {ml.MOST_STEPS:,} steps.")
         again = play(env, envs[-1])
         pairs.append((number, first, again))
         costs = f"{number:8}{again.seconds[0]:12.2g}{np.mean(again.seconds[1:]):12.2g}"
@@ -274,6 +281,7 @@ def inspect(numbers, envs, num_workers):
         look_at_api(envs[0])
     if "failed" not in ends:
         compare_levels(envs, returns)
+        look_at_lengths([len(episode.rewards) for episode in episodes])
     options = look_at_scale("observations", obs, "--norm-obs")
     options += look_at_scale("returns", returns, "--norm-value")
     if isinstance(envs[-1].action_space, gym.spaces.Box):
@@ -284,7 +292,7 @@ def inspect(numbers, envs, num_workers):
             "rewards that would have followed. A batch process that stops is terminated: return "
             "terminated then, and put the time into obs."
         )
-    if not ends & {"failed", "none"}:
+    if "failed" not in ends:
         options += look_at_steps(numbers[-1], episodes, num_workers)
         # A run on a single level makes no checks.
         if len(envs) > 1:
@@ -309,7 +317,8 @@ def main(argv=None):
     for env in envs:
         ml.close_env(env, env)
     print("\nWhen the simulation is as you want it, train:\n")
-    words = ["--env", args.env, "--levels", *map(str, args.levels), *options]
+    words = ["--env", args.env, "--levels", *map(str, args.levels)]
+    words += ["--num-workers", str(args.num_workers), *options]
     print(shlex.join(["python", "ppo_multilevel.py", *words]))
 
 
