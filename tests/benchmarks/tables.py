@@ -489,22 +489,18 @@ def training_seconds(case, path):
 def adaptive():
     """The rule beside the best single level of each budget, a line for each simulation."""
     header = ["simulation", "median factor in time", "beside the finest level", "worst factor"]
-    header += ["at s", "behind at most", "at s", "ahead or level", "end: adaptive levels"]
+    header += ["behind at most", "ahead or level", "end: adaptive levels"]
     header += ["best coarse level", "finest level"]
     rows = []
     for case, title in cases().items():
         curves = recorded(case)
         budgets, factors, shortfalls = comparison(case, curves, f"{case}-adaptive")
         late = budgets >= budgets[-1] / 10
-        worst = np.flatnonzero(late)[np.nanargmax(factors[late])]
-        most = np.flatnonzero(late)[shortfalls[late].argmax()]
+        most = shortfalls[late].max()
         _, beside_finest, _ = comparison(case, curves, f"{case}-adaptive", [reference(case)])
         cells = [title, factor(np.nanmedian(factors)), factor(np.nanmedian(beside_finest))]
-        cells += [factor(factors[worst]), f"{budgets[worst]:.3g}"]
-        if shortfalls[most] > 0:
-            cells += [f"{shortfalls[most]:{digits(case)}}", f"{budgets[most]:.3g}"]
-        else:
-            cells += ["never", "—"]
+        cells.append(factor(np.nanmax(factors[late])))
+        cells.append(f"{most:{digits(case)}}" if most > 0 else "never")
         cells.append(f"{(shortfalls <= 0).sum()} of 20")
         cells.append(spread(final(curves[f"{case}-adaptive"]), digits(case)))
         for run in (best_coarse(case, curves), reference(case)):
@@ -519,24 +515,6 @@ def best_coarse(case, curves):
     """Return the coarse level alone that ends highest."""
     runs = [run for run in curves if "-only-" in run and run != reference(case)]
     return max(runs, key=lambda run: np.median(final(curves[run])))
-
-
-def unseen():
-    """The rule on the seeds that its open choices were made on, and on those that came after."""
-    header = ["simulation", "seeds 1 and 2", "s to 99 %", "later seeds", "s to 99 %"]
-    rows = []
-    for case, title in cases().items():
-        if case not in ("v1", "v2", "v3", "v4", "rod"):
-            continue
-        curves = recorded(case)
-        run = f"{case}-adaptive"
-        returns = final(curves[run])
-        seconds = seconds_to(case, curves, run, 0.99)
-        cells = [title]
-        for part in (slice(2), slice(2, None)):
-            cells += [spread(returns[part], digits(case)), spread(seconds[part], ",.0f")]
-        rows.append(cells)
-    return markdown(header, rows)
 
 
 def case(case):
