@@ -2266,6 +2266,8 @@ class Logger:
         self.history = history
         self.columns = list(COUNTERS | TAGS)  # progress.csv has these, and one for any new key
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+        if not args.resume:
+            write_config(run_dir, args)
         self.file = (run_dir / "progress.csv").open("w", buffering=1, newline="")  # line by line
         self.rewrite()
         # TensorBoard drops what a stopped run had logged beyond its last checkpoint.

@@ -550,6 +550,24 @@ def test_signal_before_the_first_iteration(
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
+def test_failure_while_costs_are_measured(tmp_path, monkeypatch):
+    """The run is saved before its first iteration, and can be resumed."""
+    options = words(ml, tmp_path, "--schedule", "adaptive", "--num-iterations", "1")
+    start = options.index("--level-costs")
+    del options[start : start + 4]
+
+    def fail(*arguments):
+        raise ml.GameError("no convergence")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ml.Simulations, "measure_costs", fail)
+        assert run_main(ml, *options) == 1
+    (run_dir,) = tmp_path.iterdir()
+    assert saved(ml, run_dir) == 0
+    assert run_main(ml, "--resume", str(run_dir), "--quiet") == 0
+    assert saved(ml, run_dir) == 1
+
+
 @both
 def test_signal_before_a_resumed_run_goes_on(script, tmp_path, capsys, monkeypatch):
     """It stops the run at once, too. The checkpoint stays as it was."""

@@ -373,7 +373,7 @@ UNLIKE = "Levels start unlike from the same seed."
 CHECK = "A check plays 16 episodes on level 2"
 BOOTSTRAPPED = "All episodes are truncated, which is right for a plant that runs on: V stands"
 ACTIONS = "The first actions are 0 ± 1, clipped to the Box, "
-LENGTHS = "Levels take 10, 20 steps."
+LENGTHS = "Episodes have 10, 20 steps on the levels."
 RETURNS = "The returns of levels differ by a factor: -"
 LARGEST = "The largest of returns is "
 # Simulations, and how the pieces of advice on them begin, in their order.
@@ -446,7 +446,7 @@ def test_levels_with_other_spaces(inspected, capsys):
 
 def test_episodes_that_do_not_end(inspected):
     """The inspection ends with the first one."""
-    with pytest.raises(SystemExit, match="An episode of level 1 has not ended in 10,000 steps."):
+    with pytest.raises(SystemExit, match="level 1: an episode has not ended in 10,000 steps"):
         inspected(Endless)
 
 

@@ -298,16 +298,18 @@ WAYS = {  # of training
     "adaptive": "adaptive levels",
 }
 
+LEFT_OUT = ("finest-fit", "multigrid-fit")  # of comparisons: few simulations have these runs
+
 
 def compared(found):
     """Return the ways of training that README compares, of {way: anything} of each case.
 
     Half coarsest, half finest is among them once every case has it.
     """
-    left_out = ["multigrid-fit", "finest-fit"]
+    shown = [way for way in WAYS if way not in LEFT_OUT]
     if not all("halves" in ways for ways in found):
-        left_out.append("halves")
-    return [way for way in WAYS if way not in left_out]
+        shown.remove("halves")
+    return shown
 
 
 def at_equal_time(case, curves):
@@ -329,13 +331,10 @@ def at_equal_time(case, curves):
 
 
 def shares_of_best(case, curves):
-    """Return {way: each seed's gain at equal time}, as a share of the highest mean gain of all.
-
-    Values fitted at first are left out: few simulations have these runs.
-    """
+    """Return {way: each seed's gain at equal time}, as a share of the highest mean gain of all."""
     start, _, _ = finest_gain(case, curves)
-    gains = {way: returns - start for way, (_, returns) in at_equal_time(case, curves).items()}
-    gains = {way: gain for way, gain in gains.items() if not way.endswith("-fit")}
+    reached = at_equal_time(case, curves)
+    gains = {way: reached[way][1] - start for way in reached if way not in LEFT_OUT}
     best = max(gain.mean() for gain in gains.values())
     return {way: gain / best for way, gain in gains.items()}
 
@@ -378,9 +377,9 @@ def lowest_shares(found, shown):
     """Return a row with each way's lowest mean share, of {way: each seed's share} of each case."""
     cells = ["**lowest share**", ""]
     for way in shown:
-        # Nobody can choose the best coarse level, and few simulations have values fitted at first.
-        is_left_out = way == "best coarse" or way.endswith("-fit")
-        lowest = "—" if is_left_out else percent(lowest_mean(found, way))
+        # Nobody can choose the best coarse level.
+        has_lowest = way not in ("best coarse", *LEFT_OUT)
+        lowest = percent(lowest_mean(found, way)) if has_lowest else "—"
         cells.append(f"**{lowest}**")
     return cells
 
@@ -657,7 +656,7 @@ def ppo():
     """Most envs of `ppo_commands`, and the games of ppo_atari.py."""
     names = ["CartPole", "LunarLander", "MountainCar", "Pendulum", *MUJOCO]
     names = {name: learn_ppo.RUNS[name].split()[1] for name in names}
-    header = "CleanRL with the same options: training"
+    header = "peer with the same options: training"
     table = returns(names, "env", lambda name: [peer(name) if name else header])
     return "\n".join([table, *atari()])
 

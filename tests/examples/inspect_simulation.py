@@ -167,7 +167,8 @@ def compare_levels(envs, returns):
 def look_at_lengths(lengths):
     """Say if episodes of the levels have unequal numbers of steps."""
     if len(set(lengths)) > 1:
-        tell(f"Levels take {', '.join(map(str, lengths))} steps. Let all of them take as many.")
+        numbers = ", ".join(map(str, lengths))
+        tell(f"Episodes have {numbers} steps on the levels. Let all have the same number.")
 
 
 def look_at_scale(name, values, option):
@@ -265,7 +266,7 @@ def inspect(numbers, envs, num_workers):
     for number, env in zip(numbers, envs):
         first = play(env, envs[-1], alone=True)
         if first.end == "none":
-            sys.exit(f"An episode of level {number} has not ended in {ml.MOST_STEPS:,} steps.")
+            sys.exit(f"level {number}: an episode has not ended in {ml.MOST_STEPS:,} steps")
         again = play(env, envs[-1])
         pairs.append((number, first, again))
         costs = f"{number:8}{again.seconds[0]:12.2g}{np.mean(again.seconds[1:]):12.2g}"
@@ -313,9 +314,11 @@ def main(argv=None):
     named = argparse.Namespace(env=ml.env_name(args.env), levels=args.levels, coupling=None)
     ml.check_spaces(parser, named)
     envs = [ml.make_env(named, number) for number in args.levels]
-    options = inspect(args.levels, envs, args.num_workers)
-    for env in envs:
-        ml.close_env(env, env)
+    try:
+        options = inspect(args.levels, envs, args.num_workers)
+    finally:
+        for env in envs:
+            ml.close_env(env, env)
     print("\nWhen the simulation is as you want it, train:\n")
     words = ["--env", args.env, "--levels", *map(str, args.levels)]
     words += ["--num-workers", str(args.num_workers), *options]
