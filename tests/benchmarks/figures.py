@@ -55,7 +55,7 @@ MARKERS = {  # way of training: marker, colour
     "finest": ("o", BLUE),
     "coarsest": ("v", ORANGE),
     "best coarse": ("D", GREY),
-    "halves": ("X", GREEN),
+    "halves": ("^", PURPLE),
     "multigrid": ("s", RED),
     "together": ("P", GREEN),
     "adaptive": ("*", "k"),
