@@ -67,7 +67,7 @@ SHOWN = [1, 3, 5]  # levels
 
 
 def lead():
-    """One reservoir on three levels, and how soon levels alone and the rule learn on two cases."""
+    """One reservoir on three levels, how soon one learns on it, and the worst of all cases."""
     figure = plt.figure(figsize=(WIDTH, 3.25))
     sides = {"top": 0.865, "bottom": 0.145}
     top = 0.985
@@ -79,11 +79,12 @@ def lead():
     caption = "Water (blue) has driven so much of\nthe oil (brown) to the wells on the right."
     figure.text(0.008, 0.11, caption, va="top", color=DARK, linespacing=1.15)
 
-    races = figure.add_gridspec(1, 2, left=0.3, right=0.995, wspace=0.16, **sides)
-    figure.text(0.6475, top, "oil produced on the finest level", va="top", ha="center", fontsize=9)
-    useful, misleading = (figure.add_subplot(part) for part in races)
-    draw_useful(useful)
-    draw_misleading(misleading)
+    (race,) = figure.add_gridspec(1, 1, left=0.3, right=0.665, **sides)
+    figure.text(0.4825, top, "oil produced on the finest level", va="top", ha="center", fontsize=9)
+    draw_useful(figure.add_subplot(race))
+    (worst,) = figure.add_gridspec(1, 1, left=0.715, right=0.965, **sides)
+    figure.text(0.84, top, "gain in equal time", va="top", ha="center", fontsize=9)
+    draw_worst(figure.add_subplot(worst))
     return figure
 
 
@@ -107,7 +108,7 @@ def draw_levels(axes):
 def draw_useful(ax):
     """Draw the race on ResSim-v1, where coarse levels are soon as good as the finest one."""
     curves = tables.recorded("v1")
-    draw_race(ax, "v1", curves)
+    draw_race(ax, curves)
     ax.set_title("ResSim-v1: coarse levels are enough", fontsize=8, weight="bold")
     ax.set(xlim=(0.33, 2200), ylim=(0.563, 0.707))
     ax.set_yticks([0.58, 0.6, 0.62, 0.64, 0.66, 0.68])
@@ -136,41 +137,48 @@ def draw_useful(ax):
         name = tables.grid("v1", level)
         ax.annotate(name, (x, y), textcoords="offset points", color=DARK, fontsize=7.5, **place)
     ax.text(17, 0.57, "coarse levels alone", ha="center", color=DARK)
-    name_lines(ax, "v1", curves, 0.662, 0.6)
+    name_lines(ax, curves, 0.662, 0.6)
 
 
-def draw_misleading(ax):
-    """Draw the race on ResSim-v3, where training on coarse levels hardly helps the finest one."""
-    curves = tables.recorded("v3")
-    draw_race(ax, "v3", curves)
-    ax.set_title("ResSim-v3: coarse levels mislead", fontsize=8, weight="bold")
-    ax.set(xlim=(0.65, 1800), ylim=(0.503, 0.607))
-    coarse = [f"v3-only-{level}" for level in (1, 2, 3)]
-    latest = max(tables.last_second(curves[run]) for run in coarse)
-    end = min(np.median(tables.final(curves[run])) for run in coarse)
-    style = {"textcoords": "offset points", "va": "center", "color": DARK, "linespacing": 1.15}
-    ax.annotate("8², 16², 32²\nalone", (latest, end), (5, -3), **style)
-    name_lines(ax, "v3", curves, 0.572, 0.557)
+def draw_worst(ax):
+    """Draw what each way of training gains on the simulation where it is worst."""
+    found = [tables.shares_of_best(case, tables.recorded(case)) for case in tables.cases()]
+    # Nobody can choose the best coarse level.
+    ways = [way for way in tables.compared(found) if way != "best coarse"]
+    lowest = {way: tables.lowest_mean(found, way) for way in ways}
+    for y, way in enumerate(sorted(ways, key=lowest.get)):
+        style = {"weight": "bold" if way == "adaptive" else "normal"}
+        ax.barh(y, lowest[way], height=0.4, color="k" if way == "adaptive" else MARKERS[way][1])
+        ax.text(0.012, y + 0.28, tables.WAYS[way], va="bottom", **style)
+        ax.text(lowest[way] + 0.02, y, tables.percent(lowest[way]), va="center", **style)
+    ax.set_title(f"each method's worst of {len(found)} simulations", fontsize=8, weight="bold")
+    ax.set(
+        xlim=(0, 1),
+        ylim=(-0.4, len(ways) - 0.2),
+        yticks=[],
+        xlabel="share of the best method's gain",
+    )
+    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
+    ax.spines[["top", "right"]].set_visible(False)
 
 
-def name_lines(ax, case, curves, left, right):
+def name_lines(ax, curves, left, right):
     """Name the rule left of its seeds, at a return, and the finest level right of its own."""
     style = {"textcoords": "offset points", "va": "center", "weight": "bold", "linespacing": 1.15}
-    rule = curves[f"{case}-adaptive"].values()
+    rule = curves["v1-adaptive"].values()
     first = np.nanmin([tables.first(seconds, returns, left) for seconds, _, returns in rule])
     ax.annotate("adaptive\nlevels", (first, left), (-11, 0), ha="right", **style)
-    finest = curves[tables.reference(case)].values()
+    finest = curves["v1-only-5"].values()
     last = np.nanmax([tables.first(seconds, returns, right) for seconds, _, returns in finest])
     ax.annotate("finest level\nalone", (last, right), (11, -5), color=BLUE, **style)
 
 
-def draw_race(ax, case, curves):
-    """Draw returns against time: medians, and the range of all seeds."""
-    last = len(learn_ressim.COSTS[case])
-    times = np.geomspace(0.6, tables.last_second(curves[tables.reference(case)]), 4000)
-    styles = {f"{case}-only-{level}": {"color": GREY, "lw": 1.1} for level in range(1, last)}
-    styles[f"{case}-only-{last}"] = {"color": BLUE, "lw": 1.8}
-    styles[f"{case}-adaptive"] = {"color": "k", "lw": 2}
+def draw_race(ax, curves):
+    """Draw returns on ResSim-v1 against time: medians, and the range of all seeds."""
+    times = np.geomspace(0.6, tables.last_second(curves["v1-only-5"]), 4000)
+    styles = {f"v1-only-{level}": {"color": GREY, "lw": 1.1} for level in (1, 2, 3, 4)}
+    styles["v1-only-5"] = {"color": BLUE, "lw": 1.8}
+    styles["v1-adaptive"] = {"color": "k", "lw": 2}
     for run, style in styles.items():
         seeds = curves[run].values()
         returns = np.array([np.interp(times, seconds, found) for seconds, _, found in seeds])
