@@ -195,8 +195,7 @@ for name in ("v2-only-4", "v4-only-4"):  # still rising after 150
 # What the rule left open was chosen on seeds 1 and 2 of v1, v3, v4 and the rod, and later, when ρ
 # is first measured, on all cases but v2.
 SEEDS = {f"{case}-adaptive": [1, 2, 3, 4, 5, 6] for case in COSTS}
-SEEDS |= {f"{case}-adaptive": [1, 2, 3] for case in CLASSES}
-SEEDS |= dict.fromkeys(("v3-adaptive", "v4-adaptive", "water-adaptive"), [1, 2, 3, 4, 5])
+SEEDS |= {f"{case}-adaptive": [1, 2, 3, 4, 5] for case in ("v3", "v4", "water", *CLASSES)}
 for part in ("-only-", "-multigrid", "-halves"):
     SEEDS |= {name: [1, 2, 3] for name in RUNS if part in name}
 SEEDS["v1-bounded"] = [1, 2, 3, 4]
