@@ -76,7 +76,7 @@ def lead():
     figure.text(0.008, 0.885, "ResSim-v1, under one control", weight="bold")
     pictures = figure.add_gridspec(3, 1, left=0.008, right=0.13, hspace=0.1, **sides)
     draw_levels([figure.add_subplot(part) for part in pictures])
-    caption = "Water (blue) has driven so much of\nthe oil (brown) to the wells on the right."
+    caption = "Water (blue) displaces oil (brown). Shares:\noil produced in one episode."
     figure.text(0.008, 0.11, caption, va="top", color=DARK, linespacing=1.15)
 
     (race,) = figure.add_gridspec(1, 1, left=0.3, right=0.665, **sides)
