@@ -1578,7 +1578,7 @@ class Run(AbstractContextManager):
             report(
                 f"the run is complete: to resume it, give --num-iterations above {self.iteration}"
             )
-        elif RANK == 0:
+        elif self.args.resume and RANK == 0:
             write_config(self.run_dir, self.args)
         self.start_games()
         if self.args.eval_every and not self.history:

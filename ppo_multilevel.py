@@ -2112,7 +2112,7 @@ class Run(AbstractContextManager):
                 "the run is complete: to resume it, give more --hours, or --num-iterations above "
                 f"{self.iteration}"
             )
-        elif RANK == 0:
+        elif self.args.resume and RANK == 0:
             write_config(self.run_dir, self.args)
         self.start_games()
         self.began = time.perf_counter()
