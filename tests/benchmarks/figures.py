@@ -67,7 +67,7 @@ SHOWN = [1, 3, 5]  # levels
 
 
 def lead():
-    """One reservoir on three levels, how soon one learns on it, and the worst of all cases."""
+    """One reservoir on three levels, how soon methods learn on it, and the worst case of each."""
     figure = plt.figure(figsize=(WIDTH, 3.25))
     sides = {"top": 0.865, "bottom": 0.145}
     top = 0.985
@@ -148,7 +148,7 @@ def draw_worst(ax):
     lowest = {way: tables.lowest_mean(found, way) for way in ways}
     for y, way in enumerate(sorted(ways, key=lowest.get)):
         style = {"weight": "bold" if way == "adaptive" else "normal"}
-        ax.barh(y, lowest[way], height=0.4, color="k" if way == "adaptive" else MARKERS[way][1])
+        ax.barh(y, lowest[way], height=0.4, color=MARKERS[way][1])
         ax.text(0.012, y + 0.28, tables.WAYS[way], va="bottom", **style)
         ax.text(lowest[way] + 0.02, y, tables.percent(lowest[way]), va="center", **style)
     ax.set_title(f"each method's worst of {len(found)} simulations", fontsize=8, weight="bold")
@@ -332,7 +332,7 @@ def ppo():
     groups = {"LunarLander-v3: the ladder": tables.LADDER}
     groups["CartPole-v1 without velocities"] = [*tables.RECURRENT][:3]
     figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 3.2))
-    groups["MuJoCo"] = ["HalfCheetah", "Hopper", "Walker2d"]
+    groups["MuJoCo"] = tables.MUJOCO
     for ax, (title, runs) in zip(axes, groups.items()):
         for run in runs:
             curves = [read(path) for path in sorted((RESULTS / "ppo").glob(f"{run}__*.csv"))]
