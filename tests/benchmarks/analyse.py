@@ -1,8 +1,9 @@
-"""What levels are worth, by --analyse: results/analysis/<simulation>.csv, a minute each.
+"""What levels are worth, by --analyse: results/analysis/<simulation>.csv, some minutes each.
 
-    python tests/benchmarks/analyse.py
+    python tests/benchmarks/analyse.py --cases v1 rod
 
-The initial policy, seed 1, one core, the nominal costs of learn_ressim.py.
+The initial policy of the runs of learn_ressim.py, with their options, on one core. As there, ks and
+gl need the package controlgym, and water needs wntr.
 """
 
 import argparse
@@ -22,9 +23,7 @@ RESULTS = Path(__file__).parent / "results" / "analysis"
 
 def analyse(case):
     """Return the rows of an analysis, and its command."""
-    levels = range(1, len(learn_ressim.COSTS[case]) + 1)
-    options = learn_ressim.simulation(case, levels).split()
-    options += ["--analyse", "--num-workers", "0", "--levels", *map(str, levels)]
+    options = [*learn_ressim.RUNS[f"{case}-adaptive"].split(), "--analyse"]
     with tempfile.TemporaryDirectory() as folder:
         call = [sys.executable, "ppo_multilevel.py", *options, "--log-dir", folder]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -35,11 +34,11 @@ def analyse(case):
 
 
 def main():
-    """Analyse the reservoirs and the rod, write the files."""
-    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
-    for case in learn_ressim.COSTS:
-        if case == "water" or case in learn_ressim.CLASSES:  # they need other packages
-            continue
+    """Analyse simulations, write the files."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    cases = [*learn_ressim.COSTS]
+    parser.add_argument("--cases", nargs="+", choices=cases, default=cases, help="default: all")
+    for case in parser.parse_args().cases:
         rows, command = analyse(case)
         origin = pairs.origin() | {"command": command}
         with (RESULTS / f"{case}.csv").open("w", newline="") as file:

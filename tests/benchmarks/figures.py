@@ -128,8 +128,8 @@ def draw_useful(ax):
 
     for level in (1, 2, 3, 4):
         seeds = curves[f"v1-only-{level}"].values()
-        x = max(seconds[1] for seconds, *_ in seeds)
-        y = np.median([np.interp(x, seconds, returns) for seconds, _, returns in seeds])
+        x = max(seconds[1] for seconds, _ in seeds)
+        y = np.median([np.interp(x, seconds, returns) for seconds, returns in seeds])
         # Left of the line's first point, or below it where other lines pass.
         place = {"xytext": (-2, 3 if level == 1 else -6), "ha": "right", "va": "center"}
         if x > 2:
@@ -166,10 +166,10 @@ def name_lines(ax, curves, left, right):
     """Name the rule left of its seeds, at a return, and the finest level right of its own."""
     style = {"textcoords": "offset points", "va": "center", "weight": "bold", "linespacing": 1.15}
     rule = curves["v1-adaptive"].values()
-    first = np.nanmin([tables.first(seconds, returns, left) for seconds, _, returns in rule])
+    first = np.nanmin([tables.first(seconds, returns, left) for seconds, returns in rule])
     ax.annotate("adaptive\nlevels", (first, left), (-11, 0), ha="right", **style)
     finest = curves["v1-only-5"].values()
-    last = np.nanmax([tables.first(seconds, returns, right) for seconds, _, returns in finest])
+    last = np.nanmax([tables.first(seconds, returns, right) for seconds, returns in finest])
     ax.annotate("finest level\nalone", (last, right), (11, -5), color=BLUE, **style)
 
 
@@ -182,8 +182,8 @@ def draw_race(ax, curves):
     for run, style in styles.items():
         seeds = curves[run].values()
         returns = np.array([np.interp(times, seconds, found) for seconds, _, found in seeds])
-        shown = times >= max(seconds[1] for seconds, *_ in seeds)
-        shown &= times <= min(seconds[-1] for seconds, *_ in seeds)
+        shown = times >= max(seconds[1] for seconds, _ in seeds)
+        shown &= times <= min(seconds[-1] for seconds, _ in seeds)
         x, y = times[shown], returns[:, shown]
         ax.plot(x, np.median(y, axis=0), **style)
         ax.fill_between(x, y.min(axis=0), y.max(axis=0), color=style["color"], alpha=0.13, lw=0)
@@ -285,7 +285,7 @@ def adaptive():
         span = f"{tables.grid(case, 1)} to {tables.grid(case, last)}"
         ax.set(xscale="log", title=f"{cases[case]}\n{span}")
         ax.xaxis.set_major_formatter(PLAIN)
-        first = np.mean([returns[0] for *_, returns in curves[f"{case}-adaptive"].values()])
+        first = np.mean([returns[0] for _, returns in curves[f"{case}-adaptive"].values()])
         ax.set_ylim(-20 if case == "rod" else first - 0.2 * abs(ax.get_ylim()[1] - first))
         ax.grid(alpha=0.3)
 
@@ -303,7 +303,7 @@ def adaptive():
 
 def draw_seeds(ax, seeds, label, style):
     """Draw a line for each seed, the first with a label."""
-    for seconds, _, returns in seeds.values():
+    for seconds, returns in seeds.values():
         ax.plot(seconds[1:], returns[1:], label=label, **style)
         label = None
 

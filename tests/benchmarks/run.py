@@ -25,7 +25,7 @@ JOBS = {
     "speed-atari": ("ppo_atari.py beside Stable-Baselines3", "30 minutes", "speed_atari.py"),
     "speed-ressim": ("time and memory of the reservoirs", "3 minutes", "speed_ressim.py"),
     "profile": ("where the time goes, by part", "5 minutes", "profile_parts.py"),
-    "analyse": ("which levels pay, by --analyse", "5 minutes", "analyse.py"),
+    "analyse": ("which levels pay, by --analyse", "half an hour", "analyse.py"),
     "ranks": ("workers and ranks", "10 minutes", "scale_ranks.py"),
     "learn-ppo": ("learning runs of ppo.py", "1 hour", "learn_ppo.py --jobs 2"),
     "learn-atari": ("learning runs of ppo_atari.py", "13 hours", "learn_atari.py"),

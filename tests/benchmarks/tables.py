@@ -74,6 +74,11 @@ def grouped(rows, column):
 EPOCHS = 5  # of an update that takes UPDATE_SECONDS for ROWS rows
 UPDATE_SECONDS = 0.1
 FINENESS = ["finest level", "second finest", "third finest", "fourth finest", "fifth finest"]
+OTHER_RATES = {
+    "only-4": "1e-4, 5 epochs",
+    "rate-a": "1e-5, 20 epochs",
+    "rate-b": "3e-5, 10 epochs",
+}
 BY_CHECKS = ("rules.py single", "rules.py halves")  # as the script's rule
 
 
@@ -114,9 +119,6 @@ def methods(case):
     for level in range(1, last):
         labels[f"only-{level}"] = f"{grid(case, level)} only"
     labels["finest-fit"] = f"{grid(case, last)} only, values fitted at first"
-    if case[0] == "v":
-        labels["rate-a"] = f"{grid(case, 4)} only, 1e-5 and 20 epochs"
-        labels["rate-b"] = f"{grid(case, 4)} only, 3e-5 and 10 epochs"
     labels["halves"] = "half of the time on the coarsest level, then the finest"
     labels["multigrid"] = "Dixit & ElSheikh's rule"
     labels["multigrid-fit"] = "Dixit & ElSheikh's rule, values fitted"
@@ -145,7 +147,7 @@ def update_seconds(run):
 
 
 def load(case, run):
-    """Return {seed: (seconds, simulation seconds, returns)} of a run at its evaluations.
+    """Return {seed: (seconds, returns)} of a run at its evaluations.
 
     Seconds are nominal: steps and updates times what they cost. An update costs what its rows and
     epochs tell. Returns are those of the best parameters so far: by checks where a run made them,
@@ -163,7 +165,7 @@ def load(case, run):
         by_checks = any(rule in command for rule in BY_CHECKS) or "adaptive" in run
         if not by_checks:
             returns = np.maximum.accumulate(returns)
-        seeds[path.stem.partition("__")[2]] = simulation + updates, simulation, returns
+        seeds[path.stem.partition("__")[2]] = simulation + updates, returns
     return seeds
 
 
@@ -198,12 +200,12 @@ def recorded(case):
 
 def final(seeds):
     """Return the return of each seed at its end."""
-    return [returns[-1] for *_, returns in seeds.values()]
+    return [returns[-1] for _, returns in seeds.values()]
 
 
 def last_second(seeds):
     """Return how long the longest seed of a run is, in nominal seconds."""
-    return max(seconds[-1] for seconds, *_ in seeds.values())
+    return max(seconds[-1] for seconds, _ in seeds.values())
 
 
 def first(times, returns, target):
@@ -217,26 +219,23 @@ def reference(case):
     return f"{case}-only-{len(learn_ressim.COSTS[case])}"
 
 
-def seconds_to(case, curves, run, share, clock=0):
-    """Return, of each seed, the seconds to a share of what finest-only gains.
-
-    Clock 0 counts simulation and updates, clock 1 simulation alone.
-    """
+def seconds_to(case, curves, run, share):
+    """Return, of each seed, the seconds to a share of what finest-only gains."""
     finest = curves[reference(case)]
-    start = np.mean([returns[0] for *_, returns in finest.values()])
+    start = np.mean([returns[0] for _, returns in finest.values()])
     target = start + share * (np.mean(final(finest)) - start)
-    return [first(seed[clock], seed[2], target) for seed in curves[run].values()]
+    return [first(seconds, returns, target) for seconds, returns in curves[run].values()]
 
 
 def rule_seconds(case, curves):
     """Return how long the runs of the adaptive rule are on average."""
-    return np.mean([seconds[-1] for seconds, *_ in curves[f"{case}-adaptive"].values()])
+    return np.mean([seconds[-1] for seconds, _ in curves[f"{case}-adaptive"].values()])
 
 
 def mean_curve(seeds, times):
     """Return the mean over seeds of what is reached at some times."""
     reached = []
-    for seconds, _, returns in seeds.values():
+    for seconds, returns in seeds.values():
         latest = np.searchsorted(seconds, times, side="right") - 1
         reached.append(returns[np.maximum(latest, 0)])
     return np.mean(reached, axis=0)
@@ -263,7 +262,7 @@ def comparison(case, curves, run, singles=None):
         singles = [name for name in curves if "-only-" in name]
     best = np.max([mean_curve(curves[name], times) for name in singles], axis=0)
     own = mean_curve(curves[run], times)
-    start = np.mean([returns[0] for name in singles for *_, returns in curves[name].values()])
+    start = np.mean([returns[0] for name in singles for _, returns in curves[name].values()])
     least = start + 0.05 * (best[-1] - start)
 
     factors = []
@@ -387,7 +386,7 @@ def lowest_shares(found, shown):
 def finest_gain(case, curves):
     """Return the finest level's first and last return, and whether it took longer than the rule."""
     finest = curves[reference(case)]
-    start = np.mean([returns[0] for *_, returns in finest.values()])
+    start = np.mean([returns[0] for _, returns in finest.values()])
     took_longer = last_second(finest) > 1.2 * rule_seconds(case, curves)
     return start, np.mean(final(finest)), took_longer
 
@@ -519,15 +518,24 @@ def best_coarse(case, curves):
 def case(case):
     """All ways of training on a case."""
     curves = recorded(case)
-    header = ["training", "run", "return at the end", "s to 95 %", "s to 99 %"]
-    header += ["simulation alone: s to 99 %", "s in all", "seeds"]
+    header = ["training", "run", "return at the end", "s to 95 %", "s to 99 %", "s in all", "seeds"]
     rows = []
     for run, seeds in curves.items():
         cells = [methods(case)[run], f"`{run}`", spread(final(seeds), digits(case))]
-        for share, clock in ((0.95, 0), (0.99, 0), (0.99, 1)):
-            cells.append(spread(seconds_to(case, curves, run, share, clock), ",.0f"))
+        for share in (0.95, 0.99):
+            cells.append(spread(seconds_to(case, curves, run, share), ",.0f"))
         cells.append(f"{last_second(seeds):,.0f}")
         rows.append([*cells, ", ".join(seeds)])
+    return markdown(header, rows)
+
+
+def rates():
+    """64² alone with other learning rates and epochs."""
+    header = ["simulation", *OTHER_RATES.values()]
+    rows = []
+    for case in ("v1", "v3", "v4"):
+        runs = [load(case, f"{case}-{name}") for name in OTHER_RATES]
+        rows.append([TITLES[case], *(spread(final(seeds), digits(case)) for seeds in runs)])
     return markdown(header, rows)
 
 
@@ -779,10 +787,16 @@ def profile():
     return markdown(["case", *parts], rows)
 
 
-def speed_ressim():
-    """Time and memory of the reservoirs."""
-    rows = [[r["what"], r["median"], r["unit"]] for r in read("speed_ressim.csv")]
-    return markdown(["what", "median", "unit"], rows)
+def correlations():
+    """How well levels agree with the finest one, and what they are worth: ρ, worth."""
+    rows = []
+    for case, title in TITLES.items():
+        if (RESULTS / "analysis" / f"{case}.csv").exists():
+            levels = reversed(read(f"analysis/{case}.csv"))
+            cells = [f"{float(r['rho']):.2f}, {float(r['worth']):.2g}" for r in levels]
+            cells = [f"{grid(case, len(cells) - i)}: {cell}" for i, cell in enumerate(cells)]
+            rows.append([title, *cells[1:], *["—"] * (len(FINENESS) - len(cells))])
+    return markdown(["simulation", *FINENESS[1:]], rows)
 
 
 def ranks():
