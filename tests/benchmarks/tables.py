@@ -241,12 +241,12 @@ def mean_curve(seeds, times):
     return np.mean(reached, axis=0)
 
 
-def comparison(case, curves, run, singles=None):
-    """Compare a run with the best of `singles` at each budget, which is known only afterwards.
+def comparison(case, curves, singles=None):
+    """Compare the rule with the best of `singles` at each budget, which is known only afterwards.
 
     `singles` are names of runs, by default those on a single level. The budgets are 20 times,
     evenly spaced on a log scale, from one iteration on the finest level to the end of the rule's
-    runs. Returns the budgets (20,), the factors (20,): how much longer the run takes to a budget's
+    runs. Returns the budgets (20,), the factors (20,): how much longer the rule takes to a budget's
     best result than the first single level that has it; infinite if it never does, NaN where the
     best result is not yet 5 % of what single levels gain by the end; and the shortfalls (20,): how
     far it is below the best result at the budget.
@@ -261,7 +261,7 @@ def comparison(case, curves, run, singles=None):
     if singles is None:
         singles = [name for name in curves if "-only-" in name]
     best = np.max([mean_curve(curves[name], times) for name in singles], axis=0)
-    own = mean_curve(curves[run], times)
+    own = mean_curve(curves[f"{case}-adaptive"], times)
     start = np.mean([returns[0] for name in singles for _, returns in curves[name].values()])
     least = start + 0.05 * (best[-1] - start)
 
@@ -492,10 +492,10 @@ def adaptive():
     rows = []
     for case, title in cases().items():
         curves = recorded(case)
-        budgets, factors, shortfalls = comparison(case, curves, f"{case}-adaptive")
+        budgets, factors, shortfalls = comparison(case, curves)
         late = budgets >= budgets[-1] / 10
         most = shortfalls[late].max()
-        _, beside_finest, _ = comparison(case, curves, f"{case}-adaptive", [reference(case)])
+        _, beside_finest, _ = comparison(case, curves, [reference(case)])
         cells = [title, factor(np.nanmedian(factors)), factor(np.nanmedian(beside_finest))]
         cells.append(factor(np.nanmax(factors[late])))
         cells.append(f"{most:{digits(case)}}" if most > 0 else "never")
