@@ -26,7 +26,7 @@ GRIDS = {"v2": ("27×9", "57×19", "111×37", "219×73"), "rod": ("16", "32", "6
 GRIDS |= {"ks": ("64", "128", "256"), "gl": ("16", "64", "256")}
 GRIDS["water"] = ("surrogate", "reduced", "1 h", "30 s")
 TITLES = {case: f"ResSim-{case}" for case in ("v1", "v2", "v3", "v4")}
-TITLES |= {"rod": "heat in a rod, 100 steps"}
+TITLES |= {"faults": "ResSim-v4 with faults", "rod": "heat in a rod, 100 steps"}
 TITLES |= {"ks": "Kuramoto–Sivashinsky", "gl": "Ginzburg–Landau", "water": "water network"}
 
 
@@ -109,7 +109,7 @@ def is_recorded(run):
 
 def digits(case):
     """Return how the returns of a case are written."""
-    return ".4f" if case[0] == "v" else ".2f"
+    return ".4f" if TITLES[case].startswith("ResSim") else ".2f"
 
 
 def methods(case):
@@ -751,6 +751,9 @@ def peers():
     return markdown(["env", "peer", "advantages", "weights"], rows)
 
 
+SPEED_SINCE = "2026-11-28"  # the day of the first speed that was measured with today's code
+
+
 def speeds():
     """Yield case, processor, steps per second, ratio and row of what was run beside its peer."""
     for script in ("ppo", "atari"):
@@ -761,21 +764,27 @@ def speeds():
             yield case, name.replace("(R)", ""), f"{int(row['ours']):,}", ratio, row
 
 
-def speed():
-    """Steps per second beside Stable-Baselines3."""
+def speed(is_older=False):
+    """Steps per second beside Stable-Baselines3, of today's code or of older code."""
     header = ["case", "processor", "steps/s", "Stable-Baselines3", "ratio, median (range)"]
     rows = []
     for case, name, ours, ratio, row in speeds():
-        torch = json.loads(row["versions"])["torch"].partition("+")[0]
-        rows.append([case, name, ours, f"{int(row['sb3']):,}", ratio, row["pairs"], torch])
+        if (row["date"] < SPEED_SINCE) == is_older:
+            torch = json.loads(row["versions"])["torch"].partition("+")[0]
+            rows.append([case, name, ours, f"{int(row['sb3']):,}", ratio, row["pairs"], torch])
     return markdown([*header, "pairs", "torch"], rows)
+
+
+def speed_older():
+    """The same of older code."""
+    return speed(is_older=True)
 
 
 def speed_best():
     """How many times as fast the defaults are, in a column per processor."""
-    columns = ("AMD EPYC", "Intel Xeon", "AMD EPYC (slow)")
+    columns = ("Intel Xeon (with AMX)", "AMD EPYC (slow)")
     ratios = {(case, name): f"{ours}, {ratio}" for case, name, ours, ratio, _ in speeds()}
-    cases = ("CartPole-v1", "HalfCheetah-v5", "Breakout, default")
+    cases = ("CartPole-v1", "HalfCheetah-v5", "HalfCheetah-v5, 2 workers", "Breakout, default")
     rows = [[case, *(ratios[case, name] for name in columns)] for case in cases]
     return markdown(["case", *(f"{name}: our steps/s, ratio" for name in columns)], rows)
 
