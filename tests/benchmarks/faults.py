@@ -5,6 +5,7 @@ take the mean permeability of their cells, so water flows through the faults the
 """
 
 import numpy as np
+
 from ppo_multilevel import CASES, MILLIDARCY, ResSim
 
 
