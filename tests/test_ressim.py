@@ -516,3 +516,17 @@ def test_benchmark_knows_which_runs_have_ended(imported):
         assert has_ended(options, row)
         row = {"iteration": str(iteration - 1), "seconds": str(seconds - 1)}
         assert not has_ended(options, row)
+
+
+def test_faults_are_walls_of_half_a_field(imported):
+    """They are all that differs from ResSim-v4. A coarse cell of 8² hardly has less permeability."""
+    faults = imported("faults")
+    shape = faults.CASE.grids[0]
+    k = faults.fields(faults.CASE, 4, seed=0)
+    without = ppo_multilevel.CASES["ResSim-v4"].fields(faults.CASE, 4, seed=0)
+    walls = k != without
+    assert (k[walls] == ppo_multilevel.MILLIDARCY * np.exp(-2.0)).all()
+    heights = walls.sum(axis=1)  # (4, 64)
+    assert set(heights.ravel()) <= {0, *range(32, 65)} and (heights > 0).sum() >= 8
+    coarse, coarse_without = (ppo_multilevel.coarsen(x, shape) for x in (k, without))
+    assert (coarse >= coarse_without / 2).all()
