@@ -519,7 +519,7 @@ def test_benchmark_knows_which_runs_have_ended(imported):
 
 
 def test_faults_are_walls_of_half_a_field(imported):
-    """They are all that differs from ResSim-v4. A coarse cell of 8² hardly has less permeability."""
+    """They are all that differs from ResSim-v4. On 8² no permeability falls below its half."""
     faults = imported("faults")
     shape = faults.CASE.grids[0]
     k = faults.fields(faults.CASE, 4, seed=0)
