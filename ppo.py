@@ -9,12 +9,13 @@
 How to read this file
     Is reinforcement learning new to you? Read "New to reinforcement learning" in README.md first:
     it explains the terms. Then read "The algorithm" below, and skip the options. Read `train`, and
-    in this order what it calls: `rollout`, `add_values`, `gae`, `make_batch`, `losses`,
-    `minibatch_loss`, `policy_change`, `update`, `run_epoch`, `minibatches`, `gradient_step`,
-    `Model`, `Categorical`. A first reading can pass over lines on `memory`, `state`, masks and
-    `value_norm`, whose options are off by default. "The machinery" below is for those who then want
-    to know how games are played and runs are saved. The section "From the policy gradient to the
-    clip" of tests/benchmarks/reference.md derives the equations.
+    in this order what it calls: `rollout` (and far below `Player.play`, `Player.take_step`,
+    `Policy.act` and `Game.step`, which calls `env.step`), `add_values`, `gae`, `make_batch`,
+    `losses`, `minibatch_loss`, `policy_change`, `update`, `run_epoch`, `minibatches`,
+    `gradient_step`, `Model`, `Categorical`. A first reading can pass over lines on `memory`,
+    `state`, masks and `value_norm`, whose options are off by default. "The machinery" below is for
+    those who then want to know how runs are stopped and saved. The section "From the policy
+    gradient to the clip" of tests/benchmarks/reference.md derives the equations.
 
 The algorithm
     Each iteration plays T steps in N environments with the current policy, which is then called
@@ -51,8 +52,8 @@ The algorithm
     The clip means that a row stops pushing: once its action's probability has changed by a factor
     beyond 1 ± ε in the direction that Â_t asks for, this row's policy gradient is 0. It does not
     limit the probability, which other rows still move, as all share the weights. `clipfrac` is the
-    share of ratios beyond 1 ± ε. The minimum keeps the gradient that moves the probability back. In
-    the loss the entropy H rewards a policy that keeps trying different actions:
+    share of ratios beyond 1 ± ε. If the ratio has moved the wrong way, the minimum keeps the
+    gradient. In the loss the entropy H rewards a policy that keeps trying different actions:
 
     loss = −L^CLIP(θ) + E[c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]           PPO, Eq. (9)
            + β E[KL(π_old(·|s_t), π_θ(·|s_t))], only with --kl-coef               PPO, Eq. (8)
@@ -66,9 +67,9 @@ Notation and shapes
     `model.inputs` names what the model sees: obs, and starts, state, action_mask if they are used.
     D observation entries, A action entries, n logits of a discrete policy, F features of the last
     hidden layer, U features of a recurrent policy's memory, S entries of its whole state.
-    `pi` is the tensor that the policy's last layer, `model.head`, makes of the features: the
-    log-probabilities of the choices, or the mean of a Gaussian. The head has the log-probabilities
-    of actions under it, and the entropy.
+    `pi` is not π but what the policy's last layer, `model.head`, makes of the features: the
+    log-probabilities of the choices, or the mean of a Gaussian. From it the head computes the
+    log-probabilities of actions, and the entropy.
     `returns` in a batch are R_t. The return of an episode is the plain sum of its rewards.
     What is stored at index t belongs to the action at step t. `terminated` means that this action
     ended the task. `truncated` means that a time limit cut the episode short, so V(s_{t+1}) stands
@@ -250,15 +251,15 @@ def make_optimizer(model, args):
 def rollout(model, pool, args, generator):
     """Play T steps in all N environments with the current policy.
 
-    The `pool` has the environments, in this process or in workers. They play a whole rollout
-    alone, see `Player.play`.
+    At each step `Policy.act` chooses the actions, and `Game.step` calls `env.step`. That loop is
+    `Player.play`. The `pool` has the players, in this process or in workers.
 
     Returns the buffer, tensors (T, N, ...): obs, actions, logprobs, values, next_values, rewards,
     terminated, truncated, next_obs, and what else `make_rows` names.
     """
-    # Noise makes an action a sample: argmax(log π + Gumbel noise) is distributed like a sample of
-    # torch's Categorical, and μ + σ ε like one of its Normal. The noise of all T · N actions is
-    # drawn first, in this process, so the actions do not depend on the number of workers.
+    # An action is drawn by adding noise: argmax(log π + Gumbel noise) is a sample of a categorical
+    # distribution (the Gumbel-max trick), and μ + σ ε is one of a Gaussian. The noise of all T · N
+    # actions is drawn first, in this process, so they do not depend on the number of workers.
     noise = model.head.noise(args.num_steps * args.num_envs, generator)
     noise = noise.view(args.num_steps, args.num_envs, -1)
     pool.load(model)
@@ -501,7 +502,7 @@ def minibatches(batch, args, generator):
 def normalised(advantages):
     """Return advantages with mean 0 and σ 1: one learning rate then suits rewards of any scale.
 
-    Signs are relative to the mean then: an action better than V expected may become less likely.
+    "Better" then means better than the mean of these advantages, not than V expected.
     """
     std, mean = torch.std_mean(advantages)
     return (advantages - mean) / (std + 1e-8)

@@ -209,9 +209,9 @@ def rollout(model, pool, args, generator):
     terminated, truncated, and what else `make_rows` names but `next_obs`. Those pictures stay in
     `pool.rows`. On a CPU the next rollout overwrites the buffer: clone what you keep.
     """
-    # Noise makes an action a sample: argmax(log π + Gumbel noise) is distributed like a sample of
-    # torch's Categorical. The noise of all T · N actions is drawn first, in this process, so the
-    # actions do not depend on the number of workers.
+    # An action is drawn by adding noise: argmax(log π + Gumbel noise) is a sample of a categorical
+    # distribution (the Gumbel-max trick). The noise of all T · N actions is drawn first, in this
+    # process, so they do not depend on the number of workers.
     noise = model.head.noise(args.num_steps * args.num_envs, generator)
     noise = noise.view(args.num_steps, args.num_envs, -1)
     pool.load(model)
@@ -400,7 +400,7 @@ def minibatches(batch, args, generator):
 def normalised(advantages):
     """Return advantages with mean 0 and σ 1: one learning rate then suits rewards of any scale.
 
-    Signs are relative to the mean then: an action better than V expected may become less likely.
+    "Better" then means better than the mean of these advantages, not than V expected.
     """
     std, mean = torch.std_mean(advantages)
     return (advantages - mean) / (std + 1e-8)

@@ -279,9 +279,9 @@ def rollout(model, sims, level, generator):
     values, next_values, rewards, terminated, truncated, next_obs, and what else `make_rows` names.
     """
     args = sims.args
-    # Noise makes an action a sample: argmax(log π + Gumbel noise) is distributed like a sample of
-    # torch's Categorical, and μ + σ ε like one of its Normal. The noise of all T · N actions is
-    # drawn first, in this process, so the actions do not depend on the number of workers. Both
+    # An action is drawn by adding noise: argmax(log π + Gumbel noise) is a sample of a categorical
+    # distribution (the Gumbel-max trick), and μ + σ ε is one of a Gaussian. The noise of all T · N
+    # actions is drawn first, in this process, so they do not depend on the number of workers. Both
     # members of a pair have the same.
     noise = model.head.noise(args.num_steps[level] * args.num_envs, generator)
     noise = noise.view(args.num_steps[level], args.num_envs, -1)

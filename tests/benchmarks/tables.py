@@ -626,7 +626,10 @@ RECURRENT = {
 }
 LADDER = {
     "ladder-1-vpg": ("vanilla policy gradient", "Â_t = Σ_k γ^k r_{t+k}, to the end of the rollout"),
-    "ladder-2-baseline": ("with baseline", "Â_t = Σ_k γ^k r_{t+k} − V(s_t)"),
+    "ladder-2-baseline": (
+        "with baseline",
+        "Â_t = Σ_k γ^k r_{t+k} − V(s_t), with V for what follows the rollout",
+    ),
     "ladder-3-one-step": ("one-step actor-critic", "Â_t = δ_t = r_t + γ V(s_{t+1}) − V(s_t)"),
     "ladder-4-n-step": ("n-step actor-critic", "few steps of reward, then V"),
     "ladder-5-gae": ("GAE", "Â_t = δ_t + γλ Â_{t+1}"),
@@ -699,6 +702,18 @@ def cleanrl():
         cells.append(spread(ratios, ".1f") if are_same else "—")
         rows.append([*cells, f"{len(ours[name])}, {len(seeds)}"])
     return markdown(header, rows)
+
+
+def clip():
+    """PPO with and without its clip, at a learning rate that is far too large."""
+    forms = {"last episodic_return": ".0f", "mean approx_kl": ".3f", "last entropy": ".2f"}
+    runs = [row for row in read("examples.csv") if row["example"] == "clip"]
+    rows = []
+    for coef in ("0.2", "10"):
+        cells = grouped([r for r in runs if f"--clip-coef {coef} " in r["command"]], "what")
+        values = [spread([r["value"] for r in cells[what]], form) for what, form in forms.items()]
+        rows.append([coef, *values])
+    return markdown(["`--clip-coef`", *forms], rows)
 
 
 def recurrent():
@@ -784,7 +799,7 @@ def speed_best():
     """How many times as fast the defaults are, in a column per processor."""
     columns = ("Intel Xeon (with AMX)", "AMD EPYC (slow)")
     ratios = {(case, name): f"{ours}, {ratio}" for case, name, ours, ratio, _ in speeds()}
-    cases = ("CartPole-v1", "HalfCheetah-v5", "HalfCheetah-v5, 2 workers", "Breakout, default")
+    cases = ("CartPole-v1", "HalfCheetah-v5", "Breakout, default")
     rows = [[case, *(ratios[case, name] for name in columns)] for case in cases]
     return markdown(["case", *(f"{name}: our steps/s, ratio" for name in columns)], rows)
 
