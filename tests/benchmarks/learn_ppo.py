@@ -38,10 +38,9 @@ HIDDEN = (
     "--env hidden:CartPoleHidden-v0 --num-envs 16 --learning-rate 1e-3 --norm-obs --norm-value "
     "--total-timesteps 200000"
 )
-# The ladder: the rungs share LANDER's options and the number of steps.
-ONE_STEP = f"{LANDER} --update-epochs 1 --num-minibatches 1 --learning-rate 1e-3"
-EPISODES, MANY = "--num-envs 4 --num-steps 512", "--num-envs 16 --num-steps 128"  # 2048 steps each
-FEW = "--num-envs 16 --num-steps 16"
+# The ladder: each rung changes one thing.
+RUNGS = f"{LANDER} --learning-rate 1e-3 --num-envs 4 --num-steps 512"
+ONE_STEP = f"{RUNGS} --update-epochs 1 --num-minibatches 1"
 RUNS = {
     "CartPole": "--env CartPole-v1",
     "Acrobot": (
@@ -77,12 +76,12 @@ RUNS = {
     "CartPoleHidden-gru": f"{HIDDEN} --rnn gru",
     "CartPoleHidden-lstm": f"{HIDDEN} --rnn lstm",
     "CartPoleHidden-lstm-400k": f"{HIDDEN} --rnn lstm --total-timesteps 400000",
-    "ladder-1-vpg": f"{ONE_STEP} {EPISODES} --gae-lambda 1 --no-baseline --vf-coef 0",
-    "ladder-2-baseline": f"{ONE_STEP} {EPISODES} --gae-lambda 1",
-    "ladder-3-one-step": f"{ONE_STEP} {FEW} --gae-lambda 0",
-    "ladder-4-n-step": f"{ONE_STEP} {FEW} --gae-lambda 1",
-    "ladder-5-gae": f"{ONE_STEP} {MANY} --gae-lambda 0.98",
-    "ladder-6-ppo": f"{LANDER} {MANY} --gae-lambda 0.98 --learning-rate 5e-4",
+    "ladder-1-vpg": f"{ONE_STEP} --gae-lambda 1 --no-baseline",
+    "ladder-2-baseline": f"{ONE_STEP} --gae-lambda 1",
+    "ladder-3-one-step": f"{ONE_STEP} --gae-lambda 0",
+    "ladder-4-gae": f"{ONE_STEP} --gae-lambda 0.98",
+    "ladder-5-epochs": f"{RUNGS} --gae-lambda 0.98 --clip-coef 10",
+    "ladder-6-ppo": f"{RUNGS} --gae-lambda 0.98",
 }
 SEEDS = dict.fromkeys(learn_cleanrl.RUNS, [1, 2, 3, 4, 5])  # of all others 2, 3, 4
 COLUMNS = (
