@@ -6,6 +6,7 @@ With --record it first trains a policy, in runs/reservoir, seed 1, and records t
 
 import argparse
 import json
+import math
 import sys
 
 import matplotlib
@@ -181,7 +182,7 @@ def draw_race(ax, curves):
     styles["v1-adaptive"] = {"color": "k", "lw": 2}
     for run, style in styles.items():
         seeds = curves[run].values()
-        returns = np.array([np.interp(times, seconds, found) for seconds, _, found in seeds])
+        returns = np.array([np.interp(times, seconds, found) for seconds, found in seeds])
         shown = times >= max(seconds[1] for seconds, _ in seeds)
         shown &= times <= min(seconds[-1] for seconds, _ in seeds)
         x, y = times[shown], returns[:, shown]
@@ -270,7 +271,7 @@ def marker_style(way):
 def adaptive():
     """The rule and the single levels, a panel per case: returns against seconds."""
     cases = tables.cases()
-    rows = len(cases) // 3 + 1  # with a place for the legend
+    rows = math.ceil(len(cases) / 3)
     figure, axes = plt.subplots(rows, 3, figsize=(WIDTH, 2.5 * rows))
     for case, ax in zip(cases, axes.flat):
         curves = tables.recorded(case)
@@ -296,8 +297,8 @@ def adaptive():
     for ax in axes.flat[len(cases) - 3 : len(cases)]:
         ax.set_xlabel("nominal seconds")
     handles, labels = axes.flat[0].get_legend_handles_labels()
-    axes.flat[-1].legend(handles[::-1], labels[::-1], loc="center", fontsize=8)
-    figure.tight_layout()
+    figure.legend(handles[::-1], labels[::-1], loc="lower center", ncols=6, fontsize=8)
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
     return figure
 
 

@@ -628,12 +628,12 @@ LADDER = {
     "ladder-1-vpg": ("vanilla policy gradient", "Â_t = Σ_k γ^k r_{t+k}, to the end of the rollout"),
     "ladder-2-baseline": (
         "with baseline",
-        "Â_t = Σ_k γ^k r_{t+k} − V(s_t), with V for what follows the rollout",
+        "V: Â_t = Σ_k γ^k r_{t+k} − V(s_t), with V for what follows the rollout",
     ),
-    "ladder-3-one-step": ("one-step actor-critic", "Â_t = δ_t = r_t + γ V(s_{t+1}) − V(s_t)"),
-    "ladder-4-n-step": ("n-step actor-critic", "few steps of reward, then V"),
-    "ladder-5-gae": ("GAE", "Â_t = δ_t + γλ Â_{t+1}"),
-    "ladder-6-ppo": ("PPO", "several steps per rollout, the ratio clipped"),
+    "ladder-3-one-step": ("one-step actor-critic", "λ: Â_t = δ_t = r_t + γ V(s_{t+1}) − V(s_t)"),
+    "ladder-4-gae": ("GAE", "λ: Â_t = δ_t + γλ Â_{t+1}"),
+    "ladder-5-epochs": ("several steps per rollout", "4 epochs of 4 minibatches, no clip"),
+    "ladder-6-ppo": ("PPO", "the clip, ε = 0.2"),
 }
 
 
@@ -727,7 +727,7 @@ def ladder():
     def last(name):
         if name is None:
             return ["options", "what changes"]
-        options = learn_ppo.RUNS[name].removeprefix(learn_ppo.LANDER).strip()
+        options = learn_ppo.RUNS[name].removeprefix(learn_ppo.RUNGS).strip()
         return [f"`{options}`", LADDER[name][1]]
 
     return returns({name: label for name, (label, _) in LADDER.items()}, "rung", last)
