@@ -41,7 +41,7 @@ The algorithm
     λ = 0.5, Â_0 is 0.1 + 0.5 · 0.2 + 0.25 · 0.2 = 0.25. λ chooses how many rewards Â_t uses before
     it relies on V. λ = 0 relies on V after one reward, so Â_0 is δ_0 = 0.1: low variance, but a
     wrong V biases the gradient. λ = 1 uses all rewards, so Â_0 is 1 − 0.5: noisy, but a wrong V
-    biases the gradient only where a time limit or the rollout's end cuts an episode.
+    adds bias only if a time limit or the rollout's end cuts the episode.
 
     Environment steps are expensive, so each batch is reused for K epochs. The ratio corrects for
     the policy having changed since. At ratio 1 the gradient is that of the cross-entropy above.
@@ -67,9 +67,9 @@ Notation and shapes
     `model.inputs` names what the model sees: obs, and starts, state, action_mask if they are used.
     D observation entries, A action entries, n logits of a discrete policy, F features of the last
     hidden layer, U features of a recurrent policy's memory, S entries of its whole state.
-    `pi` is not π but what the policy's last layer, `model.head`, makes of the features: the
-    log-probabilities of the choices, or the mean of a Gaussian. From it the head computes the
-    log-probabilities of actions, and the entropy.
+    `pi` is the output of the policy's last layer, `model.head`: the log-probabilities of the
+    choices, or the mean of a Gaussian. It is not π. From it the head computes the log-probabilities
+    of actions, and the entropy.
     `returns` in a batch are R_t. The return of an episode is the plain sum of its rewards.
     What is stored at index t belongs to the action at step t. `terminated` means that this action
     ended the task. `truncated` means that a time limit cut the episode short, so V(s_{t+1}) stands
@@ -385,8 +385,8 @@ def losses(model, mb, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
     `mb` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
-    π_old, values of V before the update, advantages, returns. Those of a recurrent policy, which
-    only ppo.py has, are (T, M, ...).
+    π_old, values of V before the update, advantages, returns. Those of a recurrent policy
+    (see ppo.py) are (T, M, ...).
     Returns pg_loss, v_loss, entropy and logratio = log ratio_t, each (M,).
     """
     pi, values = model(**{name: mb[name] for name in model.inputs})

@@ -308,8 +308,8 @@ def losses(model, mb, clip_coef, clip_vloss):
     """PPO's loss terms, row by row.
 
     `mb` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
-    π_old, values of V before the update, advantages, returns. Those of a recurrent policy, which
-    only ppo.py has, are (T, M, ...).
+    π_old, values of V before the update, advantages, returns. Those of a recurrent policy
+    (see ppo.py) are (T, M, ...).
     Returns pg_loss, v_loss, entropy and logratio = log ratio_t, each (M,).
     """
     pi, values = model(**{name: mb[name] for name in model.inputs})
