@@ -12,7 +12,7 @@ from ppo_multilevel import CASES, MILLIDARCY, ResSim
 def fields(case, n, seed):
     """Draw n permeability fields (n, 64, 64) of ResSim-v4, in m², each with three faults.
 
-    A fault is a wall of half the field's height in a column of its own, with exp(-2) millidarcy.
+    A fault is a wall of half the field's height in a random column, with exp(-2) millidarcy.
     """
     k = CASES["ResSim-v4"].fields(case, n, seed)
     rng = np.random.default_rng([seed, 1])

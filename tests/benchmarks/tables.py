@@ -779,20 +779,15 @@ def speeds():
             yield case, name.replace("(R)", ""), f"{int(row['ours']):,}", ratio, row
 
 
-def speed(is_older=False):
-    """Steps per second beside Stable-Baselines3, of today's code or of older code."""
+def speed(age="today's"):
+    """Steps per second beside Stable-Baselines3, of today's code or of `older` code."""
     header = ["case", "processor", "steps/s", "Stable-Baselines3", "ratio, median (range)"]
     rows = []
     for case, name, ours, ratio, row in speeds():
-        if (row["date"] < SPEED_SINCE) == is_older:
+        if (row["date"] < SPEED_SINCE) == (age == "older"):
             torch = json.loads(row["versions"])["torch"].partition("+")[0]
             rows.append([case, name, ours, f"{int(row['sb3']):,}", ratio, row["pairs"], torch])
     return markdown([*header, "pairs", "torch"], rows)
-
-
-def speed_older():
-    """The same of older code."""
-    return speed(is_older=True)
 
 
 def speed_best():
