@@ -65,27 +65,27 @@ MARKERS = {  # way of training: marker, colour
 
 # ------------------------------------------------------------------------------------ lead
 SHOWN = [1, 3, 5]  # levels
+LABEL = {"va": "center", "weight": "bold", "linespacing": 1.15}
 
 
 def lead():
-    """One reservoir on three levels, how soon methods learn on it, and the worst case of each."""
+    """One reservoir on three levels, and how soon methods learn on it and on another one."""
     figure = plt.figure(figsize=(WIDTH, 3.25))
     sides = {"top": 0.865, "bottom": 0.145}
     top = 0.985
 
-    figure.text(0.008, top, "one oil field on three levels", va="top", fontsize=9)
+    figure.text(0.008, top, "an oil field on three levels", va="top", fontsize=9)
     figure.text(0.008, 0.885, "ResSim-v1, under one control", weight="bold")
     pictures = figure.add_gridspec(3, 1, left=0.008, right=0.13, hspace=0.1, **sides)
     draw_levels([figure.add_subplot(part) for part in pictures])
     caption = "Water (blue) displaces oil (brown). Shares:\noil produced in one episode."
     figure.text(0.008, 0.11, caption, va="top", color=DARK, linespacing=1.15)
 
-    (race,) = figure.add_gridspec(1, 1, left=0.3, right=0.665, **sides)
-    figure.text(0.4825, top, "oil produced on the finest level", va="top", ha="center", fontsize=9)
-    draw_useful(figure.add_subplot(race))
-    (worst,) = figure.add_gridspec(1, 1, left=0.715, right=0.965, **sides)
-    figure.text(0.84, top, "gain in equal time", va="top", ha="center", fontsize=9)
-    draw_worst(figure.add_subplot(worst))
+    figure.text(0.645, top, "oil produced on the finest level", va="top", ha="center", fontsize=9)
+    (enough,) = figure.add_gridspec(1, 1, left=0.295, right=0.625, **sides)
+    draw_enough(figure.add_subplot(enough))
+    (misleading,) = figure.add_gridspec(1, 1, left=0.675, right=0.96, **sides)
+    draw_misleading(figure.add_subplot(misleading))
     return figure
 
 
@@ -106,10 +106,10 @@ def draw_levels(axes):
         ax.text(1.08, 0.5, "\n".join(lines), transform=ax.transAxes, va="center", linespacing=1.4)
 
 
-def draw_useful(ax):
+def draw_enough(ax):
     """Draw the race on ResSim-v1, where coarse levels are soon as good as the finest one."""
     curves = tables.recorded("v1")
-    draw_race(ax, curves)
+    draw_race(ax, "v1", curves)
     ax.set_title("ResSim-v1: coarse levels are enough", fontsize=8, weight="bold")
     ax.set(xlim=(0.33, 2200), ylim=(0.563, 0.707))
     ax.set_yticks([0.58, 0.6, 0.62, 0.64, 0.66, 0.68])
@@ -138,48 +138,32 @@ def draw_useful(ax):
         name = tables.grid("v1", level)
         ax.annotate(name, (x, y), textcoords="offset points", color=DARK, fontsize=7.5, **place)
     ax.text(17, 0.57, "coarse levels alone", ha="center", color=DARK)
-    name_lines(ax, curves, 0.662, 0.6)
+    ax.text(5.2, 0.662, "adaptive\nlevels", ha="right", **LABEL)
+    ax.text(240, 0.6, "finest level\nalone", color=BLUE, **LABEL)
 
 
-def draw_worst(ax):
-    """Draw what each way of training gains on the simulation where it is worst."""
-    found = [tables.shares_of_best(case, tables.recorded(case)) for case in tables.cases()]
-    # Nobody can choose the best coarse level.
-    ways = [way for way in tables.compared(found) if way != "best coarse"]
-    lowest = {way: tables.lowest_mean(found, way) for way in ways}
-    for y, way in enumerate(sorted(ways, key=lowest.get)):
-        style = {"weight": "bold" if way == "adaptive" else "normal"}
-        ax.barh(y, lowest[way], height=0.4, color=MARKERS[way][1])
-        ax.text(0.012, y + 0.28, tables.WAYS[way], va="bottom", **style)
-        ax.text(lowest[way] + 0.02, y, tables.percent(lowest[way]), va="center", **style)
-    ax.set_title(f"each method's worst of {len(found)} simulations", fontsize=8, weight="bold")
-    ax.set(
-        xlim=(0, 1),
-        ylim=(-0.4, len(ways) - 0.2),
-        yticks=[],
-        xlabel="share of the best method's gain",
-    )
-    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
-    ax.spines[["top", "right"]].set_visible(False)
+def draw_misleading(ax):
+    """Draw the race on ResSim-v4, where the two coarsest levels lead to worse policies."""
+    curves = tables.recorded("v4")
+    draw_race(ax, "v4", curves)
+    ax.set_title("ResSim-v4: 8² and 16² mislead", fontsize=8, weight="bold")
+    ax.set(xlim=(0.8, 800), ylim=(0.51, 0.612))
+    for level in (1, 2, 3):
+        seeds = curves[f"v4-only-{level}"]
+        place = {"xytext": (3, 0), "va": "center", "color": DARK, "fontsize": 7.5}
+        where = (tables.last_second(seeds), np.median(tables.final(seeds)))
+        ax.annotate(tables.grid("v4", level), where, textcoords="offset points", **place)
+    ax.text(30, 0.588, "adaptive\nlevels", ha="right", **LABEL)
+    ax.text(820, 0.6075, "finest level\nalone", ha="right", color=BLUE, **LABEL)
 
 
-def name_lines(ax, curves, left, right):
-    """Name the rule left of its seeds, at a return, and the finest level right of its own."""
-    style = {"textcoords": "offset points", "va": "center", "weight": "bold", "linespacing": 1.15}
-    rule = curves["v1-adaptive"].values()
-    first = np.nanmin([tables.first(seconds, returns, left) for seconds, returns in rule])
-    ax.annotate("adaptive\nlevels", (first, left), (-11, 0), ha="right", **style)
-    finest = curves["v1-only-5"].values()
-    last = np.nanmax([tables.first(seconds, returns, right) for seconds, returns in finest])
-    ax.annotate("finest level\nalone", (last, right), (11, -5), color=BLUE, **style)
-
-
-def draw_race(ax, curves):
-    """Draw returns on ResSim-v1 against time: medians, and the range of all seeds."""
-    times = np.geomspace(0.6, tables.last_second(curves["v1-only-5"]), 4000)
-    styles = {f"v1-only-{level}": {"color": GREY, "lw": 1.1} for level in (1, 2, 3, 4)}
-    styles["v1-only-5"] = {"color": BLUE, "lw": 1.8}
-    styles["v1-adaptive"] = {"color": "k", "lw": 2}
+def draw_race(ax, case, curves):
+    """Draw returns against time: medians, and the range of all seeds."""
+    finest = len(learn_ressim.COSTS[case])
+    styles = {f"{case}-only-{level}": {"color": GREY, "lw": 1.1} for level in range(1, finest)}
+    styles[f"{case}-only-{finest}"] = {"color": BLUE, "lw": 1.8}
+    styles[f"{case}-adaptive"] = {"color": "k", "lw": 2}
+    times = np.geomspace(0.6, tables.last_second(curves[f"{case}-only-{finest}"]), 4000)
     for run, style in styles.items():
         seeds = curves[run].values()
         returns = np.array([np.interp(times, seconds, found) for seconds, found in seeds])
@@ -187,7 +171,8 @@ def draw_race(ax, curves):
         shown &= times <= min(seconds[-1] for seconds, _ in seeds)
         x, y = times[shown], returns[:, shown]
         ax.plot(x, np.median(y, axis=0), **style)
-        ax.fill_between(x, y.min(axis=0), y.max(axis=0), color=style["color"], alpha=0.13, lw=0)
+        alpha = 0.08 if style["color"] == GREY else 0.15
+        ax.fill_between(x, y.min(axis=0), y.max(axis=0), color=style["color"], alpha=alpha, lw=0)
 
     ax.set(xscale="log", xlabel="seconds of simulation and learning")
     ax.xaxis.set_major_formatter(PLAIN)
