@@ -45,18 +45,23 @@ The algorithm
 
     Environment steps are expensive, so each batch is reused for K epochs. The ratio corrects for
     the policy having changed since. At ratio 1 the gradient is that of the cross-entropy above.
+    States and Â_t remain those of π_old, and say little about a policy far from it. So there is a
+    clip, which takes away what could be gained by going far.
 
     ratio_t = π_θ(a_t|s_t) / π_old(a_t|s_t)                              r_t(θ) in PPO, Sec. 3
     L^CLIP(θ) = E[min(ratio_t Â_t, clip(ratio_t, 1−ε, 1+ε) Â_t)]                 PPO, Eq. (7)
 
-    The clip means that a row stops pushing: once its action's probability has changed by a factor
-    beyond 1 ± ε in the direction that Â_t asks for, this row's policy gradient is 0. It does not
-    limit the probability, which other rows still move, as all share the weights. `clipfrac` is the
-    share of ratios beyond 1 ± ε. If the ratio has moved the wrong way, the minimum keeps the
-    gradient. In the loss the entropy H rewards a policy that keeps trying different actions:
+    The clip means that a row stops pushing: if its ratio is above 1 + ε and Â_t > 0, or below 1 − ε
+    and Â_t < 0, this row's policy gradient is 0. If the ratio has moved the wrong way, the minimum
+    keeps the gradient. The clip does not limit the probability, which other rows still move, as all
+    share the weights. `clipfrac` is the share of ratios beyond 1 ± ε. In the loss the entropy H
+    rewards a policy that keeps trying different actions:
 
     loss = −L^CLIP(θ) + E[c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]           PPO, Eq. (9)
            + β E[KL(π_old(·|s_t), π_θ(·|s_t))], only with --kl-coef               PPO, Eq. (8)
+
+    On by default, and not in the equations: advantages are normalised, V's change is clipped, so is
+    the gradient, and the learning rate falls to 0.
 
 Notation and shapes
     s_t state or observation, a_t action, r_t reward. π_θ(a|s) is the probability of a in s with the
@@ -89,9 +94,7 @@ The machinery
 Papers, and departures from them
     "PPO" is Schulman et al. 2017 (arXiv 1707.06347), "GAE" is Schulman et al. 2016 (arXiv
     1506.02438). Huang et al. 2022, "The 37 implementation details of PPO", explains the details
-    that neither paper has. Eq. (9) has no factor ½ before the squared error; this code has it. On
-    by default, and not in the equations above: advantages are normalised, V's change is clipped,
-    so is the gradient, and the learning rate falls to 0.
+    that neither paper has. Eq. (9) has no factor ½ before the squared error; this code has it.
 """
 
 import argparse

@@ -223,13 +223,14 @@ NOVELTY = [
 """,
     ),
     (
-        "            # Judge: was an action better than the value function expected?\n",
-        """            # Reward what is new.
+        "            batch = make_batch(buffer, model, args)\n",
+        """
+            # Reward what is new, after the env's rewards have been normalised.
             with torch.no_grad():
                 bonus = model.novelty(buffer["next_obs"])
             buffer["rewards"] += 0.1 * bonus
 
-            # Judge: was an action better than the value function expected?
+            batch = make_batch(buffer, model, args)
 """,
     ),
     (
@@ -390,6 +391,9 @@ def test_random_network_distillation(patched, tmp_path):
     start = module.make_model(run.args)
     assert torch.equal(start.target[0].weight, run.model.target[0].weight)
     assert not torch.equal(start.predictor[0].weight, run.model.predictor[0].weight)
+    # --norm-reward does not divide the bonus.
+    train = inspect.getsource(module.train)
+    assert train.index("normalise_rewards(") < train.index("+= 0.1 * bonus")
     assert_resume_is_exact(module, tmp_path)
     assert_resume_is_exact(module, tmp_path, "--norm-obs", "--norm-reward")
 

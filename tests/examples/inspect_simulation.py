@@ -249,8 +249,8 @@ def look_at_hours(number, episode, num_workers):
     tell(
         f"A check plays {check_episodes} episodes on level {number}, {max(1, num_workers)} at a "
         f"time, which takes {takes}. A run should be {RUN_PER_CHECK} times as long as a "
-        f"check. About {num_checks} checks are made in it then, because training takes "
-        f"{ml.Adaptive.CHECK_AFTER} times as long as a check between two. Rounded up, this is "
+        f"check. About {num_checks} checks are made in it then, because between two checks it "
+        f"trains for {ml.Adaptive.CHECK_AFTER} times as long as a check takes. Rounded up, this is "
         f"{hours:g} hours."
     )
     options = ["--hours", f"{hours:g}"]

@@ -87,7 +87,7 @@ class ExportedPolicy(nn.Module):
         model = self.model
         inputs = dict(zip(self.inputs, tensors, strict=True))
         if "state" not in inputs:
-            pi, _ = model(**inputs)
+            pi, *_ = model(**inputs)
             return self.action(pi)
 
         x = model.obs_norm(inputs["obs"])
