@@ -393,7 +393,7 @@ def test_returns_at_equal_time(monkeypatch):
     }
     ways = [*found, "finest-fit"]
     row = tables.lowest_shares([shares, {"finest": np.array([0.1, 0.2])}], ways)
-    assert row[2:] == ["**15 %**", "**36 %**", "**—**", "**100 %**", "**—**"]
+    assert row[2:] == ["**15 %**", "**36 %**", "**73 %**", "**100 %**", "**—**"]
 
 
 def test_cells_of_seeds_and_compared_ways(monkeypatch):

@@ -376,9 +376,7 @@ def lowest_shares(found, shown):
     """Return a row with each way's lowest mean share, of {way: each seed's share} of each case."""
     cells = ["**lowest share**", ""]
     for way in shown:
-        # Nobody can choose the best coarse level.
-        has_lowest = way not in ("best coarse", *LEFT_OUT)
-        lowest = percent(lowest_mean(found, way)) if has_lowest else "—"
+        lowest = "—" if way in LEFT_OUT else percent(lowest_mean(found, way))
         cells.append(f"**{lowest}**")
     return cells
 
