@@ -254,8 +254,11 @@ def make_optimizer(model, args):
 def rollout(model, pool, args, generator):
     """Play T steps in all N environments with the current policy.
 
-    At each step `Policy.act` chooses the actions, and `Game.step` calls `env.step`. That loop is
-    `Player.play`. The `pool` has the players, in this process or in workers.
+    The players of the `pool` do it, in this process or in workers. In short, `Player.play` is
+
+        for t in range(T):
+            actions[t] = policy.act(obs[t], noise[t])
+            obs[t + 1], rewards[t], terminated[t], truncated[t] = env.step(actions[t])
 
     Returns the buffer, tensors (T, N, ...): obs, actions, logprobs, values, next_values, rewards,
     terminated, truncated, next_obs, and what else `make_rows` names.
@@ -332,8 +335,8 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     # γλ (1 − done_t)
     decay = gamma * gae_lambda * ~(terminated | truncated)
 
-    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. At the last step it is δ_t, where
-    # V(s_{t+1}) stands for all later rewards.
+    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. The loop begins with the last step but
+    # one. At the last step Â is δ_t, where V(s_{t+1}) stands for all later rewards.
     # Lists of the steps' rows, (N,), are faster to index than tensors.
     advantages = list(delta)
     delta = list(delta)

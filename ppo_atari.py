@@ -273,8 +273,8 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     # γλ (1 − done_t)
     decay = gamma * gae_lambda * ~(terminated | truncated)
 
-    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. At the last step it is δ_t, where
-    # V(s_{t+1}) stands for all later rewards.
+    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. The loop begins with the last step but
+    # one. At the last step Â is δ_t, where V(s_{t+1}) stands for all later rewards.
     # Lists of the steps' rows, (N,), are faster to index than tensors.
     advantages = list(delta)
     delta = list(delta)
