@@ -647,7 +647,7 @@ class Adaptive:
     checks are the run's result.
 
     While no window has gained, a failure says that ρ may be far from 1, so it is measured then, if
-    the run pays for that. Only if it is low, training goes back to the first parameters.
+    the run pays for that. Only if it is low, training goes back to the best parameters.
 
     Every check has the same starts, so two checks are compared start by start. All times here are
     those of the run's clock, see `Costs`.
@@ -747,8 +747,8 @@ class Adaptive:
             return
 
         self.trust[self.level] /= 2
-        # While no window has gained, the best parameters are the first ones. Going back to them
-        # loses all training, so it has to be known that the level misleads.
+        # Before any window has gained, going back loses nearly all training, so it has to be known
+        # that the level misleads.
         may_go_back = self.has_gained
         if self.early_measurement_is_due(run):
             self.measure(run)
