@@ -1,6 +1,6 @@
 """Multilevel PPO: policy optimisation for expensive simulations that exist on several levels.
 
-    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, 2 minutes
+    python ppo_multilevel.py --env ResSim-v1               # wells of a reservoir, 3 minutes
     python ppo_multilevel.py --env ResSim-v1 --levels 5    # finest grid only: PPO
     python ppo_multilevel.py --env ResSim-v1 --schedule together          # the paper's schedule
     python ppo_multilevel.py --env my_simulation.py:Rod --levels 1 2 3   # yours, see README

@@ -398,10 +398,8 @@ def test_readme_code_loads_a_policy(tmp_path, monkeypatch, env):
     expected = ppo.evaluate_run(ppo.parse_args(["--eval", str(run_dir), "--eval-episodes", "1"]))
     code = readme_code("read_checkpoint")
     assert code.count("\n") <= 15 and "runs/my-run" in code
-    found = re.search(
-        r"With `--rnn` it is `(.*?)`, after `(.*?)` at .*?; with masks `(.*?)`", reference_text()
-    )
-    memory, start, masked = found.groups()
+    sentences = r"With `--rnn` set `(.*?)` at .*? call `(.*?)`. With masks call `(.*?)`"
+    start, memory, masked = re.search(sentences, reference_text()).groups()
     if "rnn" in env:
         code = code.replace("policy.act(obs)", memory).replace("while", f"{start}\nwhile")
     if "Taxi" in env:
