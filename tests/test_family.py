@@ -391,13 +391,15 @@ def test_returns_at_equal_time(monkeypatch):
     assert {way: share.tolist() for way, share in shares.items()} == {
         way: pytest.approx([share]) for way, share in found.items()
     }
-    ways = [*found, "finest-fit"]
-    row = tables.lowest_shares([shares, {"finest": np.array([0.1, 0.2])}], ways)
-    assert row[2:] == ["**15 %**", "**36 %**", "**73 %**", "**100 %**", "**—**"]
+    both = [shares, {"finest": np.array([0.1, 0.2])}]
+    row = tables.summary("lowest share", np.min, both, found)
+    assert row == ["**lowest share**", "", "**15 %**", "**36 %**", "**73 %**", "**100 %**"]
+    row = tables.summary("mean share", np.mean, both, ["finest"])
+    assert row == ["**mean share**", "", "**17 %**"]
 
 
-def test_cells_of_seeds_and_compared_ways(monkeypatch):
-    """By hand: two seeds with 0.2 and 0.4 of the gain. A baseline is compared once all have it."""
+def test_cells_of_seeds(monkeypatch):
+    """By hand: two seeds with 0.2 and 0.4 of the gain."""
     monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
     tables = importlib.import_module("tables")
 
@@ -410,10 +412,6 @@ def test_cells_of_seeds_and_compared_ways(monkeypatch):
     assert tables.seeds_cell("rod", curves, "coarsest") == "30 % (20 to 40), 2 seeds"
     assert tables.seeds_cell("rod", curves, "adaptive") == "110 %, 1 seed"
     assert tables.seeds_cell("rod", curves, "multigrid") == "—"
-
-    found = tables.at_equal_time("rod", curves)
-    assert "halves" in tables.compared([found])
-    assert "halves" not in tables.compared([found, {}])
 
 
 def test_compared_runs_are_as_long(monkeypatch):

@@ -58,6 +58,7 @@ MARKERS = {  # way of training: marker, colour
     "best coarse": ("D", GREY),
     "halves": ("^", PURPLE),
     "multigrid": ("s", RED),
+    "multigrid-fit": ("X", RED),
     "together": ("P", GREEN),
     "adaptive": ("*", "k"),
 }
@@ -192,10 +193,10 @@ def gained():
     """What each way of training has gained at equal time, a row for each simulation."""
     curves = {case: tables.recorded(case) for case in tables.cases()}
     shares = {case: tables.shares_of_best(case, runs) for case, runs in curves.items()}
-    ways = tables.compared(shares.values())
+    ways = tables.COMPARED
 
     lane_height = 0.85 / len(ways)
-    figure, ax = plt.subplots(figsize=(WIDTH, 0.08 * len(ways) * len(curves) + 1.7))
+    figure, ax = plt.subplots(figsize=(WIDTH, 0.08 * len(ways) * len(curves) + 2.4))
     for i, case in enumerate(curves):
         if i % 2 == 0:
             ax.axhspan(i - 0.5, i + 0.5, color="k", alpha=0.04, lw=0)
@@ -205,23 +206,26 @@ def gained():
             if way in shares[case]:
                 draw_share(ax, way, shares[case][way], y)
 
-    bottom = len(curves) + 0.2  # the middle of a last, higher row
-    ax.axhspan(bottom - 0.7, bottom + 0.7, color="k", alpha=0.1, lw=0)
+    # Two last, higher rows.
+    middles = [len(curves) + 0.2, len(curves) + 1.6]
     choices = [way for way in ways if way != "best coarse"]  # nobody can choose that one
-    for lane, way in enumerate(choices):
-        y = bottom + 1.1 / len(choices) * (lane - (len(choices) - 1) / 2)
-        lowest = tables.lowest_mean(shares.values(), way)
-        draw_share(ax, way, np.array([lowest]), y)
-        where = {"xytext": (8, -0.5), "textcoords": "offset points", "va": "center"}
-        ax.annotate(tables.percent(lowest), (100 * lowest, y), **where)
+    for middle, function in zip(middles, (np.min, np.mean)):
+        ax.axhspan(middle - 0.68, middle + 0.68, color="k", alpha=0.1, lw=0)
+        for lane, way in enumerate(choices):
+            y = middle + 1.1 / len(choices) * (lane - (len(choices) - 1) / 2)
+            share = function(tables.mean_shares(shares.values(), way))
+            draw_share(ax, way, np.array([share]), y)
+            where = {"xytext": (8, -0.5), "textcoords": "offset points", "va": "center"}
+            ax.annotate(tables.percent(share), (100 * share, y), fontsize=7, **where)
 
     ax.axvline(100, color="k", lw=0.8, ls="--", zorder=0)
     titles = [TITLES[case] for case in curves]
-    ax.set_yticks([*range(len(curves)), bottom], [*titles, "lowest mean of all"])
-    ax.get_yticklabels()[-1].set_weight("bold")
+    ax.set_yticks([*range(len(curves)), *middles], [*titles, "lowest of all", "mean of all"])
+    for label in ax.get_yticklabels()[-2:]:
+        label.set_weight("bold")
     ax.tick_params(axis="y", length=0)
     highest = max(share.max() for found in shares.values() for share in found.values())
-    ax.set(xlim=(0, max(115, 100 * highest + 2)), ylim=(bottom + 0.7, -0.5))
+    ax.set(xlim=(0, max(115, 100 * highest + 2)), ylim=(middles[-1] + 0.7, -0.5))
     ax.xaxis.set_major_formatter(PercentFormatter(100, decimals=0, symbol=" %"))
     ax.set_xlabel("gain as a share of the best method's mean gain, at equal time")
     ax.spines[["top", "right", "left"]].set_visible(False)

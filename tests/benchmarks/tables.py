@@ -297,18 +297,8 @@ WAYS = {  # of training
     "adaptive": "adaptive levels",
 }
 
-LEFT_OUT = ("finest-fit", "multigrid-fit")  # of comparisons: few simulations have these runs
-
-
-def compared(found):
-    """Return the ways of training that README compares, of {way: anything} of each case.
-
-    Half coarsest, half finest is among them once every case has it.
-    """
-    shown = [way for way in WAYS if way not in LEFT_OUT]
-    if not all("halves" in ways for ways in found):
-        shown.remove("halves")
-    return shown
+# What README compares. Few simulations have runs of the other one.
+COMPARED = [way for way in WAYS if way != "finest-fit"]
 
 
 def at_equal_time(case, curves):
@@ -333,7 +323,7 @@ def shares_of_best(case, curves):
     """Return {way: each seed's gain at equal time}, as a share of the highest mean gain of all."""
     start, _, _ = finest_gain(case, curves)
     reached = at_equal_time(case, curves)
-    gains = {way: reached[way][1] - start for way in reached if way not in LEFT_OUT}
+    gains = {way: reached[way][1] - start for way in reached if way in COMPARED}
     best = max(gain.mean() for gain in gains.values())
     return {way: gain / best for way, gain in gains.items()}
 
@@ -353,32 +343,29 @@ def gained():
     """What each way has gained in the time of the rule's run, as `shares_of_best` tells."""
     curves = {case: recorded(case) for case in cases()}
     found = {case: shares_of_best(case, runs) for case, runs in curves.items()}
-    shown = compared(found.values())
     rows = []
     for case, share in found.items():
         cells = [TITLES[case], f"{rule_seconds(case, curves[case]):,.0f}"]
-        for way in shown:
+        for way in COMPARED:
             cell = "—"
             if way in share:
                 cell = named(case, curves[case], way, percent(share[way].mean()))
             cells.append(cell)
         rows.append(cells)
-    lowest = lowest_shares(found.values(), shown)
-    return markdown(["simulation", "seconds", *(WAYS[way] for way in shown)], [*rows, lowest])
+    rows.append(summary("lowest share", np.min, found.values(), COMPARED))
+    rows.append(summary("mean share", np.mean, found.values(), COMPARED))
+    return markdown(["simulation", "seconds", *(WAYS[way] for way in COMPARED)], rows)
 
 
-def lowest_mean(found, way):
-    """Return a way's lowest mean share, of {way: each seed's share} of each case."""
-    return min(share[way].mean() for share in found if way in share)
+def mean_shares(found, way):
+    """Return a way's mean share on each case that has it, of {way: each seed's share} of each."""
+    return [share[way].mean() for share in found if way in share]
 
 
-def lowest_shares(found, shown):
-    """Return a row with each way's lowest mean share, of {way: each seed's share} of each case."""
-    cells = ["**lowest share**", ""]
-    for way in shown:
-        lowest = "—" if way in LEFT_OUT else percent(lowest_mean(found, way))
-        cells.append(f"**{lowest}**")
-    return cells
+def summary(title, function, found, shown):
+    """Return a row with a function of each way's mean shares on all cases, such as np.min."""
+    cells = [percent(function(mean_shares(found, way))) for way in shown]
+    return [f"**{cell}**" if cell else "" for cell in (title, "", *cells)]
 
 
 def finest_gain(case, curves):
@@ -441,7 +428,7 @@ def gained_seeds():
         rows.append([title, ", ".join(f"{second:,.0f}" for second in seconds), *cells])
     header = ["simulation", "seconds, of the finest level's whole run"]
     header += [WAYS[way] for way in shown]
-    return markdown(header, [*rows, lowest_shares(of_finest, shown)])
+    return markdown(header, [*rows, summary("lowest share", np.min, of_finest, shown)])
 
 
 def time_per_level():
