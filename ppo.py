@@ -7,20 +7,26 @@
     tensorboard --logdir runs
 
 How to read this file
-    Is reinforcement learning new to you? Read "New to reinforcement learning" in README.md first:
-    it explains the terms. Then read "The algorithm" below, and skip the options. Read `train`, and
-    in this order what it calls: `rollout` (and far below `Player.play`, `Player.take_step`,
-    `Policy.act` and `Game.step`, which calls `env.step`), `add_values`, `gae`, `make_batch`,
-    `losses`, `minibatch_loss`, `policy_change`, `update`, `run_epoch`, `minibatches`,
-    `gradient_step`, `Model`, `Categorical`. A first reading can pass over lines on `memory`,
-    `state`, masks and `value_norm`, whose options are off by default. "The machinery" below is for
-    those who then want to know how runs are stopped and saved. The section "From the policy
-    gradient to the clip" of tests/benchmarks/reference.md derives the equations.
+    If reinforcement learning is new to you, begin with the section of this name in README.md, which
+    explains the terms. Then read "The algorithm" below, with the symbols of "Notation and shapes".
+    Skip the options, and read the functions in this order:
+
+    1. `train`, the loop.
+    2. Play: `rollout`, and far below `Player.play`, `Player.take_step`, `Policy.act`, `Game.step`.
+    3. Judge: `add_values`, `gae`, `make_batch`.
+    4. Learn: `update`, `run_epoch`, `minibatches`, `normalised`, `minibatch_loss`, `losses`,
+       `policy_change`, `gradient_step`.
+    5. The networks: `Model`, `Categorical`.
+
+    A first reading can pass over lines on `memory`, `state`, masks and `value_norm`, whose options
+    are off by default. "The machinery" below is for those who then want to know how runs are
+    stopped and saved. The section "From the policy gradient to the clip" of
+    tests/benchmarks/reference.md derives the equations.
 
 The algorithm
-    Each iteration plays T steps in N environments with the current policy, which is then called
-    π_old, and makes K passes (epochs) of minibatch gradient steps over what was recorded.
-    V is the value function. It predicts the discounted rewards from a state on:
+    Each iteration plays T steps in N environments with the current policy π_θ, which is then called
+    π_old, and makes K passes (epochs) of minibatch gradient steps over what was recorded. V is the
+    value function. It predicts the mean of the rewards from a state on, discounted by γ per step:
 
     V(s_t) ≈ E[Σ_k γ^k r_{t+k}]
 
@@ -29,7 +35,8 @@ The algorithm
     the rewards that followed, the gradient would be noisy. Subtracting V(s_t), which does not
     depend on a_t, lowers the noise, and the gradient's mean stays the same. So the weight is the
     advantage Â_t: how much better a_t was than V expected. It is summed up from δ, which says how
-    wrong V was from one step to the next.
+    wrong V was from one step to the next. (done_t is 1 if the episode ends with step t, and
+    terminated_t is 1 if its task does.) This is generalised advantage estimation, GAE:
 
     δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                         PPO, Eq. (12)
     Â_t = Σ_l (γλ)^l δ_{t+l}, up to the end of the episode or of the rollout
@@ -40,13 +47,13 @@ The algorithm
     terminates. With γ = 1 the δ are 0.6 − 0.5 = 0.1, 0.8 − 0.6 = 0.2 and 1 − 0.8 = 0.2. With
     λ = 0.5, Â_0 is 0.1 + 0.5 · 0.2 + 0.25 · 0.2 = 0.25. λ chooses how many rewards Â_t uses before
     it relies on V. λ = 0 relies on V after one reward, so Â_0 is δ_0 = 0.1: low variance, but a
-    wrong V biases the gradient. λ = 1 uses all rewards, so Â_0 is 1 − 0.5: noisy, but a wrong V
-    adds bias only if a time limit or the rollout's end cuts the episode.
+    wrong V biases the gradient. λ = 1 uses all rewards, so Â_0 is 1 − 0.5: noisy, but V replaces
+    rewards only where a time limit or the rollout's end cuts the episode.
 
     Environment steps are expensive, so each batch is reused for K epochs. The ratio corrects for
-    the policy having changed since. At ratio 1 the gradient is that of the cross-entropy above.
-    States and Â_t remain those of π_old, and say little about a policy far from it. So there is a
-    clip, which takes away what could be gained by going far.
+    the policy having changed since. At ratio 1 the gradient is that of the cross-entropy above,
+    since ∇ratio = ratio · ∇log π_θ. States and Â_t remain those of π_old, and say little about a
+    policy far from it. So there is a clip, which takes away what could be gained by going far.
 
     ratio_t = π_θ(a_t|s_t) / π_old(a_t|s_t)                              r_t(θ) in PPO, Sec. 3
     L^CLIP(θ) = E[min(ratio_t Â_t, clip(ratio_t, 1−ε, 1+ε) Â_t)]                 PPO, Eq. (7)
@@ -66,8 +73,9 @@ The algorithm
 Notation and shapes
     s_t state or observation, a_t action, r_t reward. π_θ(a|s) is the probability of a in s with the
     weights θ, γ the discount per step. λ, ε, c_v, c_e and β are options, see --help. A row is what
-    was recorded of one step of one environment. E[·] mean over the rows of a minibatch, H(p) =
-    E_p[−log p] the entropy, KL(p, q) = E_p[log p − log q].
+    was recorded of one step of one environment. E[·] is a mean: in V over what may follow, in the
+    loss over the rows of a minibatch. H(p) = E_p[−log p] is the entropy of p, and KL(p, q) =
+    E_p[log p − log q] says how far q is from p.
     T steps (--num-steps), N environments (--num-envs), K epochs, B minibatches of M rows.
     `model.inputs` names what the model sees: obs, and starts, state, action_mask if they are used.
     D observation entries, A action entries, n logits of a discrete policy, F features of the last
@@ -335,15 +343,14 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     # γλ (1 − done_t)
     decay = gamma * gae_lambda * ~(terminated | truncated)
 
-    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. The loop begins with the last step but
-    # one. At the last step Â is δ_t, where V(s_{t+1}) stands for all later rewards.
-    # Lists of the steps' rows, (N,), are faster to index than tensors.
-    advantages = list(delta)
-    delta = list(delta)
-    decay = list(decay)
-    for t in reversed(range(len(delta) - 1)):
-        advantages[t] = delta[t] + decay[t] * advantages[t + 1]
-    return torch.stack(advantages)
+    # GAE, Eq. (16), from the last step to the first: Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. At the
+    # last step Â is δ_t, where V(s_{t+1}) stands for all later rewards.
+    advantage = torch.zeros_like(values[0])
+    advantages = []
+    for delta_t, decay_t in zip(delta.flip(0), decay.flip(0)):
+        advantage = delta_t + decay_t * advantage
+        advantages.append(advantage)
+    return torch.stack(advantages).flip(0)
 
 
 def make_batch(buffer, model, args):

@@ -336,15 +336,14 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     # γλ (1 − done_t)
     decay = gamma * gae_lambda * ~(terminated | truncated)
 
-    # GAE, Eq. (16): Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. The loop begins with the last step but
-    # one. At the last step Â is δ_t, where V(s_{t+1}) stands for all later rewards.
-    # Lists of the steps' rows, (N,), are faster to index than tensors.
-    advantages = list(delta)
-    delta = list(delta)
-    decay = list(decay)
-    for t in reversed(range(len(delta) - 1)):
-        advantages[t] = delta[t] + decay[t] * advantages[t + 1]
-    return torch.stack(advantages)
+    # GAE, Eq. (16), from the last step to the first: Â_t = δ_t + γλ (1 − done_t) Â_{t+1}. At the
+    # last step Â is δ_t, where V(s_{t+1}) stands for all later rewards.
+    advantage = torch.zeros_like(values[0])
+    advantages = []
+    for delta_t, decay_t in zip(delta.flip(0), decay.flip(0)):
+        advantage = delta_t + decay_t * advantage
+        advantages.append(advantage)
+    return torch.stack(advantages).flip(0)
 
 
 def make_batch(buffer, model, args):
