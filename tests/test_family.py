@@ -327,7 +327,7 @@ def readme_commands():
     commands = re.findall(r"python (ppo\w*)\.py(.*?)(?:[#;`].*)?$", "\n".join(texts), re.MULTILINE)
     return sorted(
         {
-            (name, options.strip())
+            (name, options.strip().replace("$seed", "1"))
             for name, options in commands
             if "<" not in options and "RUN_DIR" not in options
         }

@@ -630,8 +630,6 @@ def has_options_of_cleanrl(name):
 def peer(name):
     """Return what CleanRL's script has in its runs with the same options, as `training`."""
     runs = grouped(read("cleanrl.csv"), "run")
-    if name not in runs or not has_options_of_cleanrl(name):
-        return "—"
     values = [row["episodic_return"] for row in runs[name]]
     return f"{spread(values, ',.1f')}, {len(values)} seed{'s' * (len(values) > 1)}"
 
@@ -649,10 +647,9 @@ def returns(names, header, last=lambda name: []):
 
 
 def ppo():
-    """Most envs of `ppo_commands`, and the games of ppo_atari.py."""
-    names = ["CartPole", "LunarLander", "MountainCar", "Pendulum", *MUJOCO]
-    names = {name: learn_ppo.RUNS[name].split()[1] for name in names}
-    header = "peer with the same options: training"
+    """The envs where CleanRL has the same options, and the games of ppo_atari.py."""
+    names = {name: learn_ppo.RUNS[name].split()[1] for name in ("CartPole", *MUJOCO)}
+    header = "peer: training"
     table = returns(names, "env", lambda name: [peer(name) if name else header])
     return "\n".join([table, *atari()])
 
