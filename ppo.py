@@ -35,8 +35,8 @@ The algorithm
     the rewards that followed, the gradient would be noisy. Subtracting V(s_t), which does not
     depend on a_t, lowers the noise, and the gradient's mean stays the same. So the weight is the
     advantage Â_t: how much better a_t was than V expected. It is summed up from δ, which says how
-    wrong V was from one step to the next. (done_t is 1 if the episode ends with step t, and
-    terminated_t is 1 if its task does.) This is generalised advantage estimation, GAE:
+    wrong V was from one step to the next: generalised advantage estimation, GAE. done_t is 1 if the
+    episode ends with step t for any reason, terminated_t only if it is no time limit.
 
     δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                         PPO, Eq. (12)
     Â_t = Σ_l (γλ)^l δ_{t+l}, up to the end of the episode or of the rollout
@@ -58,8 +58,8 @@ The algorithm
     ratio_t = π_θ(a_t|s_t) / π_old(a_t|s_t)                              r_t(θ) in PPO, Sec. 3
     L^CLIP(θ) = E[min(ratio_t Â_t, clip(ratio_t, 1−ε, 1+ε) Â_t)]                 PPO, Eq. (7)
 
-    The clip means that a row stops pushing: if its ratio is above 1 + ε and Â_t > 0, or below 1 − ε
-    and Â_t < 0, this row's policy gradient is 0. If the ratio has moved the wrong way, the minimum
+    The clip means that a row, a recorded step, stops pushing: if its ratio is above 1 + ε and Â_t > 0,
+    or below 1 − ε and Â_t < 0, its policy gradient is 0. If the ratio has moved the wrong way, the minimum
     keeps the gradient. The clip does not limit the probability, which other rows still move, as all
     share the weights. `clipfrac` is the share of ratios beyond 1 ± ε. In the loss the entropy H
     rewards a policy that keeps trying different actions:
@@ -230,7 +230,7 @@ def train(args):
                 for group in optimizer.param_groups:
                     group["lr"] = args.learning_rate * remaining
 
-            # Sample: T steps in each of N environments with the policy π_old.
+            # Play: T steps in each of N environments with the policy π_old.
             buffer = rollout(model, run.pool, args, generator)
 
             # Judge: was an action better than the value function expected?

@@ -188,7 +188,7 @@ def train(args):
             if args.anneal_clip:
                 clip_coef = args.clip_coef * remaining
 
-            # Sample: T steps in each of N games with the policy π_old.
+            # Play: T steps in each of N games with the policy π_old.
             buffer = rollout(model, run.pool, args, generator)
 
             # Judge: was an action better than the value function expected?

@@ -233,7 +233,7 @@ def train(args, rule=None):
                 learning_rate = args.learning_rate * (1 - run.share_done())
             optimizer.param_groups[0]["lr"] = learning_rate
 
-            # Sample: T^l steps on each level of the plan. This is one level if adaptive, all if
+            # Play: T^l steps on each level of the plan. This is one level if adaptive, all if
             # together. In the latter actors above the coarsest level play in pairs.
             plan = rule.plan()
             own = []
