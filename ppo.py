@@ -58,11 +58,11 @@ The algorithm
     ratio_t = π_θ(a_t|s_t) / π_old(a_t|s_t)                              r_t(θ) in PPO, Sec. 3
     L^CLIP(θ) = E[min(ratio_t Â_t, clip(ratio_t, 1−ε, 1+ε) Â_t)]                 PPO, Eq. (7)
 
-    The clip means that a row, a recorded step, stops pushing: if its ratio is above 1 + ε and Â_t > 0,
-    or below 1 − ε and Â_t < 0, its policy gradient is 0. If the ratio has moved the wrong way, the minimum
-    keeps the gradient. The clip does not limit the probability, which other rows still move, as all
-    share the weights. `clipfrac` is the share of ratios beyond 1 ± ε. In the loss the entropy H
-    rewards a policy that keeps trying different actions:
+    The clip means that a row, a recorded step, stops pushing: if its ratio is above 1 + ε and
+    Â_t > 0, or below 1 − ε and Â_t < 0, its policy gradient is 0. If the ratio has moved the wrong
+    way, the minimum keeps the gradient. The clip does not limit the probability, which other rows
+    still move, as all share the weights. `clipfrac` is the share of ratios beyond 1 ± ε. In the
+    loss the entropy H rewards a policy that keeps trying different actions:
 
     loss = −L^CLIP(θ) + E[c_v ½ (V_θ(s_t) − R_t)² − c_e H(π_θ(·|s_t))]           PPO, Eq. (9)
            + β E[KL(π_old(·|s_t), π_θ(·|s_t))], only with --kl-coef               PPO, Eq. (8)

@@ -536,6 +536,7 @@ def test_seconds_that_a_run_does_not_answer(inspected, monkeypatch):
     said = 8 * 4 * 20 / 2 + 8 * fine + 64 / 2 * both
     assert f"First a run takes {2 * both:.0f} s" in advice[1]
     assert f"TERM@{1.1 * said:.0f} " in advice[1]  # and a tenth to be sure
+    assert "--analyse makes ten such measurements" in advice[1]
     assert "8 simulations of each level, and 16 more of the finest" in advice[1]
 
 

@@ -235,8 +235,9 @@ def look_at_waits(episodes, iteration, num_envs, num_workers):
         f"First a run takes {2 * seconds:.0f} s to measure what steps cost. Later an iteration "
         f"({iteration:.0f} s), a check ({check:.0f} s) and a measurement of the correlation "
         f"({correlation:.0f} s) may follow each other before a signal ends the run: give "
-        f"TERM@{1.1 * (iteration + check + correlation):.0f} to Slurm. There are {num_envs} "
-        f"simulations of each level, and {check_episodes} more of the finest for checks."
+        f"TERM@{1.1 * (iteration + check + correlation):.0f} to Slurm. --analyse makes ten such "
+        f"measurements, after {2 * seconds:.0f} s, and can be stopped after one. There are "
+        f"{num_envs} simulations of each level, and {check_episodes} more of the finest for checks."
     )
 
 
