@@ -70,6 +70,8 @@ RUNS = {
         "--no-action-masks"
     ),
     "HalfCheetah": f"--env HalfCheetah-v5 {MUJOCO}",
+    # All its episodes are cut by a time limit. Then nothing follows, as in CleanRL.
+    "HalfCheetah-cut": f"--env HalfCheetah-v5 {MUJOCO} --no-time-limit-bootstrap",
     "Hopper": f"--env Hopper-v5 {MUJOCO}",
     "Walker2d": f"--env Walker2d-v5 {MUJOCO}",
     "CartPoleHidden": HIDDEN,
@@ -83,7 +85,8 @@ RUNS = {
     "ladder-5-epochs": f"{RUNGS} --gae-lambda 0.98 --clip-coef 10",
     "ladder-6-ppo": f"{RUNGS} --gae-lambda 0.98",
 }
-SEEDS = dict.fromkeys(learn_cleanrl.RUNS, [1, 2, 3, 4, 5])  # of all others 2, 3, 4
+# Of all others seeds are 2, 3, 4.
+SEEDS = dict.fromkeys([*learn_cleanrl.RUNS, "HalfCheetah-cut"], [1, 2, 3, 4, 5])
 COLUMNS = (
     "run seed steps episodic_return eval_return eval_sd wall_seconds command versions "
     "processor date"
