@@ -656,7 +656,7 @@ def ppo():
 
 def ppo_commands():
     """The options of each env's run, and of those without a trick."""
-    runs = [*GOALS, *MUJOCO, "MountainCar-plain", "Taxi-unmasked"]
+    runs = [*GOALS, *MUJOCO, "HalfCheetah-cut", "MountainCar-plain", "Taxi-unmasked"]
     names = {name: f"`{learn_ppo.RUNS[name]}`" for name in runs}
     last = {None: "goal"} | GOALS
     return returns(names, "python ppo.py", lambda name: [last.get(name, "")])
