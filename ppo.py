@@ -7,9 +7,9 @@
     tensorboard --logdir runs
 
 How to read this file
-    If reinforcement learning is new to you, begin with the section of this name in README.md, which
-    explains the terms. Then read "The algorithm" below, with the symbols of "Notation and shapes".
-    Skip the options, and read the functions in this order:
+    Is reinforcement learning new to you? Read "New to reinforcement learning" in README.md first:
+    it explains the terms. Then read "The algorithm" below, with the symbols of "Notation and
+    shapes". Skip the options, and read the functions in this order:
 
     1. `train`, the loop.
     2. Play: `rollout`, and far below `Player.play`, `Player.take_step`, `Policy.act`, `Game.step`.
@@ -36,7 +36,7 @@ The algorithm
     depend on a_t, lowers the noise, and the gradient's mean stays the same. So the weight is the
     advantage Â_t: how much better a_t was than V expected. It is summed up from δ, which says how
     wrong V was from one step to the next: generalised advantage estimation, GAE. done_t is 1 if the
-    episode ends with step t for any reason, terminated_t only if it is no time limit.
+    episode ends with step t, and terminated_t is 1 if it ends for another reason than a time limit.
 
     δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                         PPO, Eq. (12)
     Â_t = Σ_l (γλ)^l δ_{t+l}, up to the end of the episode or of the rollout

@@ -506,7 +506,8 @@ def test_costs_and_hours(inspected, monkeypatch):
     ]
     check = 16 / 4 * (70 + 50 + 3 * 10)  # episodes, workers, seconds
     assert f"level 2, 4 at a time, which takes {check:.0f} s." in advice[2]
-    assert "because between two checks it trains for 6 times as long" in advice[2]
+    assert "About 14 checks are made in it then, because between two checks it trains" in advice[2]
+    assert "for 6 times as long as a check takes." in advice[2]
     hours = float(command.split()[-1])
     assert 0 <= hours - 100 * check / 3600 < 0.1
     assert advice[2].endswith(f"Rounded up, this is {hours} hours.")

@@ -364,8 +364,11 @@ def mean_shares(found, way):
 
 def summary(title, function, found, shown):
     """Return a row with a function of each way's mean shares on all cases, such as np.min."""
-    cells = [percent(function(mean_shares(found, way))) for way in shown]
-    return [f"**{cell}**" if cell else "" for cell in (title, "", *cells)]
+    cells = [f"**{title}**", ""]
+    for way in shown:
+        cell = percent(function(mean_shares(found, way))) if way in COMPARED else "—"
+        cells.append(f"**{cell}**")
+    return cells
 
 
 def finest_gain(case, curves):
