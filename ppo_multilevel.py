@@ -746,8 +746,8 @@ class Adaptive:
             return
 
         self.trust[self.level] /= 2
-        # Before any window has gained, going back loses nearly all training, so it has to be known
-        # that the level misleads.
+        # Before any window has gained, going back loses nearly all training. So it is done only if
+        # a low ρ shows that the level misleads.
         may_go_back = self.has_gained
         if self.early_measurement_is_due(run):
             self.measure(run)
