@@ -346,7 +346,7 @@ class Solver(gym.Env):
 
 @pytest.fixture
 def inspected(monkeypatch, capsys):
-    """Return a function that inspects a simulation: its table, advice and next command."""
+    """Return a function that inspects a simulation: its tables, advice and command to train."""
     monkeypatch.setattr(sys, "path", list(sys.path))  # to which each inspection adds the folder
 
     def inspect(make, levels="1 2", options=""):
@@ -357,12 +357,15 @@ def inspected(monkeypatch, capsys):
             monkeypatch.setitem(sys.modules, module.__name__, module)
             name = f"{module.__name__}:make"
         inspect_simulation.main(["--env", name, "--levels", *levels.split(), *options.split()])
-        text, command = capsys.readouterr().out.split("\n\nWhen")
-        *_, command = command.splitlines()
+        text, commands = capsys.readouterr().out.split("\n\nWhen")
+        *analyse, train, compare = commands.splitlines()[2:]
+        for command in (*analyse, train):
+            ppo_multilevel.parse_args(shlex.split(command)[2:])  # it accepts the commands
+        assert compare.startswith("python tests/examples/use_policy.py RUN_DIR --compare ")
+        text, _, times = text.partition("\n\nTimes with ")
         table, *advice = text.split("\n* ")
         advice = [" ".join(piece.split()) for piece in advice]
-        ppo_multilevel.parse_args(shlex.split(command)[2:])  # it accepts the next command
-        return table.splitlines(), advice, command
+        return table.splitlines() + times.splitlines()[2:], advice, train
 
     return inspect
 
@@ -370,7 +373,6 @@ def inspected(monkeypatch, capsys):
 DIFFER = "Level 1: two episodes with the same reset(seed) and actions differ."
 DIFFER_2 = DIFFER.replace("1", "2")
 UNLIKE = "Levels start unlike from the same seed."
-CHECK = "A check plays 16 episodes on level 2"
 BOOTSTRAPPED = "All episodes are truncated, which is right for a plant that runs on: V stands"
 ACTIONS = "The first actions are 0 ± 1, clipped to the Box, "
 LENGTHS = "Episodes have 10, 20 steps on the levels."
@@ -378,29 +380,29 @@ RETURNS = "The returns of levels differ by a factor: -"
 LARGEST = "The largest of returns is "
 # Simulations, and how the pieces of advice on them begin, in their order.
 FLAWS = {
-    Pendulum: [CHECK],
-    Choice: [CHECK],
-    Still: [CHECK],
-    Mapped: [CHECK],
-    Unbounded: [CHECK],
-    Clinging: [CHECK],
-    Unseeded: [DIFFER, DIFFER_2, UNLIKE, CHECK],
-    Lottery: [DIFFER, DIFFER_2, CHECK],
-    Shared: [DIFFER, CHECK],
-    SharedState: [DIFFER, RETURNS, CHECK],
-    SummedLottery: [DIFFER, DIFFER_2, RETURNS, CHECK],
-    Unlike: [UNLIKE, CHECK],
-    UnlikeLater: [UNLIKE, CHECK],
-    Summed: [RETURNS, CHECK],
-    MoreSteps: [RETURNS, LENGTHS, CHECK],
-    Large: ["The largest of observations is ", LARGEST, CHECK],
-    Small: ["The largest of observations is ", LARGEST, CHECK],
-    Physical: [f"{ACTIONS}0 to 500.", CHECK],
-    Narrow: [f"{ACTIONS}-0.01 to 0.01.", CHECK],
-    Apart: [f"{ACTIONS}2 to 4.", CHECK],
-    Torque: [f"{ACTIONS}-2 to 2. If it is not -1 to 1, half", CHECK],
-    Cut: [BOOTSTRAPPED, CHECK],
-    CutOnce: [CHECK],
+    Pendulum: [],
+    Choice: [],
+    Still: [],
+    Mapped: [],
+    Unbounded: [],
+    Clinging: [],
+    Unseeded: [DIFFER, DIFFER_2, UNLIKE],
+    Lottery: [DIFFER, DIFFER_2],
+    Shared: [DIFFER],
+    SharedState: [DIFFER, RETURNS],
+    SummedLottery: [DIFFER, DIFFER_2, RETURNS],
+    Unlike: [UNLIKE],
+    UnlikeLater: [UNLIKE],
+    Summed: [RETURNS],
+    MoreSteps: [RETURNS, LENGTHS],
+    Large: ["The largest of observations is ", LARGEST],
+    Small: ["The largest of observations is ", LARGEST],
+    Physical: [f"{ACTIONS}0 to 500."],
+    Narrow: [f"{ACTIONS}-0.01 to 0.01."],
+    Apart: [f"{ACTIONS}2 to 4."],
+    Torque: [f"{ACTIONS}-2 to 2. If it is not -1 to 1, half"],
+    Cut: [BOOTSTRAPPED],
+    CutOnce: [],
     Failing: [
         "Level 1 fails, seed 10000, step 6: RuntimeError: no convergence",
         "Level 2 fails, seed 10000, step 6: RuntimeError: no convergence",
@@ -426,7 +428,7 @@ def test_flaws_are_found(inspected, kind):
     for piece, words in zip(advice, FLAWS[kind]):
         assert piece.startswith(words)
     assert len(advice) == len(FLAWS[kind])
-    assert [row.split()[0] for row in table if row] == ["level", "1", "2"]
+    assert [row.split()[0] for row in table[:3]] == ["level", "1", "2"]
 
 
 class Astray(Pendulum):
@@ -452,7 +454,7 @@ def test_episodes_that_do_not_end(inspected):
 
 def test_check_of_gymnasium(inspected):
     """What Gymnasium's own check finds is told."""
-    _, (finding, _), _ = inspected(Astray)
+    _, (finding,), _ = inspected(Astray)
     assert finding.startswith("Gymnasium's check_env finds: ") and "dict" in finding
 
 
@@ -462,8 +464,8 @@ def test_check_of_gymnasium(inspected):
 def test_simulations_that_are_right(inspected, env, expected):
     """Of the reservoirs, that rates are not -1 to 1; of the rod, that it goes on after its end."""
     _, advice, _ = inspected(env)
-    for piece, words in zip(advice, [expected, CHECK], strict=True):
-        assert piece.startswith(words)
+    (piece,) = advice
+    assert piece.startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -491,54 +493,68 @@ def test_options_that_answer_the_advice(inspected):
         return gym.wrappers.RescaleAction(Physical(level), -1, 1)
 
     _, advice, _ = inspected(make)
-    assert len(advice) == 1
+    assert advice == []
 
 
-def test_costs_and_hours(inspected, monkeypatch):
-    """The table has the seconds of each level; a run is a hundred times as long as a check."""
+def test_costs_of_levels(inspected, monkeypatch):
+    """The table has the seconds of each level."""
     monkeypatch.setattr(inspect_simulation.time, "perf_counter", lambda: Solver.clock)
-    monkeypatch.setattr(ppo_multilevel, "num_cores", lambda: 4)
-    table, advice, command = inspected(Solver)
+    table, *_ = inspected(Solver)
     rows = [line.split() for line in table if line]
-    assert rows[1:] == [
+    assert rows[1:3] == [
         ["1", "7", "2", "4", "terminated", "0"],
         ["2", "70", "20", "4", "terminated", "0"],
     ]
-    check = 16 / 4 * (70 + 50 + 3 * 10)  # episodes, workers, seconds
-    assert f"level 2, 4 at a time, which takes {check:.0f} s." in advice[2]
-    assert "About 14 checks are made in it then, because between two checks it trains" in advice[2]
-    assert "for 6 times as long as a check takes." in advice[2]
-    hours = float(command.split()[-1])
-    assert 0 <= hours - 100 * check / 3600 < 0.1
-    assert advice[2].endswith(f"Rounded up, this is {hours} hours.")
-    _, advice, command = inspected(Solver, options="--num-workers 8")
-    assert "level 2, 8 at a time" in advice[2]
-    assert 0 <= float(command.split()[-1]) - 50 * check / 3600 < 0.1
 
 
 @pytest.mark.parametrize("workers, num_episodes", [(0, 16), (2, 16), (6, 18), (16, 16), (17, 17)])
 def test_no_worker_is_idle_in_a_check(workers, num_episodes):
     """Each plays as many episodes, at least 16 together."""
-    seen = np.zeros(3)
-    episode = inspect_simulation.Episode(seen, seen[1:], [1, 2, 2], "none", "")
-    rounds = num_episodes / max(1, workers)
-    found = inspect_simulation.seconds_of_check(episode, workers)
-    assert found == (num_episodes, 5 * rounds)
-    options = inspect_simulation.look_at_hours(2, episode, workers)
-    assert options[2:] == ["--check-episodes", str(num_episodes)] * (num_episodes != 16)
+    options = inspect_simulation.look_at_checks(workers)
+    assert options == ["--check-episodes", str(num_episodes)] * (num_episodes != 16)
 
 
-def test_seconds_that_a_run_does_not_answer(inspected, monkeypatch):
-    """They are those of an iteration, a check and a measurement of ρ on all levels."""
+@pytest.mark.parametrize("workers, num_envs", [(2, 8), (6, 24), (16, 64), (100, 400)])
+def test_timetable(inspected, monkeypatch, workers, num_envs):
+    """It has the seconds of each part of a run, whose hours are those of a hundred checks."""
     monkeypatch.setattr(inspect_simulation.time, "perf_counter", lambda: Solver.clock)
-    _, advice, _ = inspected(Solver, options="--num-workers 2")
+    monkeypatch.setattr(inspect_simulation, "as_time", lambda seconds: f"{seconds:.1f}")
+    table, _, command = inspected(Solver, options=f"--num-workers {workers}")
+    times = {}
+    for line in table[-8:]:
+        seconds, what = line.split(maxsplit=1)
+        times[what.partition(" ")[0] if what.startswith("-") else what] = float(seconds)
+
     fine = 70 + 50 + 3 * 10  # seconds of an episode
     both = 1.1 * fine
-    said = 8 * 4 * 20 / 2 + 8 * fine + 64 / 2 * both
-    assert f"First a run takes {2 * both:.0f} s" in advice[1]
-    assert f"TERM@{1.1 * said:.0f} " in advice[1]  # and a tenth to be sure
-    assert "--analyse makes ten such measurements" in advice[1]
-    assert "8 simulations of each level, and 16 more of the finest" in advice[1]
+    num_checked = {2: 16, 6: 18, 16: 16, 100: 100}[workers]
+    num_measured = {2: 64, 6: 72, 16: 64, 100: 400}[workers]
+    iteration = num_envs * 4 * 20 / workers
+    check = num_checked / workers * fine
+    correlation = num_measured / workers * both
+    stopping = 1.1 * (iteration + check + correlation)  # and a tenth to be sure
+    hours = float(command.split()[command.split().index("--hours") + 1])
+    assert 0 <= hours - 100 * check / 3600 < 0.1
+    expected = {
+        "at first, to measure what steps cost": 2 * both,
+        "an iteration on level 2": iteration,
+        f"a check, {num_checked} episodes on level 2": check,
+        f"a measurement of correlations, {num_measured} episodes on every level": correlation,
+        f"at most from a signal to the run's end (Slurm: TERM@{stopping:.0f})": stopping,
+        "--hours": 3600 * hours,
+        "--analyse:": 2 * both + 10 * correlation,
+        "--compare:": 2 * -(-64 // workers) * fine,
+    }
+    assert times == pytest.approx(expected, abs=0.051)
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(0.012, "0.012 s"), (99, "99 s"), (600, "10 minutes"), (9000, "2.5 hours")],
+)
+def test_times(seconds, text):
+    """A time has the unit that suits it."""
+    assert inspect_simulation.as_time(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -595,11 +611,11 @@ def test_one_level(inspected):
 
 
 def test_command_line(tmp_path):
-    """An owner's command prints the table, the advice and the next command."""
+    """An owner's command prints the tables, the advice and the next commands."""
     script = ROOT / "tests" / "examples" / "inspect_simulation.py"
     argv = [sys.executable, script, "--env", ROD, "--levels", "1", "2"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     command = f"python ppo_multilevel.py --env {ROD} --levels 1 2 --num-workers "
     command += f"{ppo_multilevel.num_cores()} --hours 0.1"
-    assert done.stdout.splitlines()[-1] == command
+    assert done.stdout.splitlines()[-2] == command

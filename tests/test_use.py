@@ -1,4 +1,4 @@
-"""Tests of what one does with a trained policy: tests/examples/use_policy.py, README code."""
+"""Tests of what one does with a trained policy: use_policy.py, code of the reference."""
 
 import json
 import math
@@ -372,19 +372,18 @@ def test_controller_in_other_units(tmp_path):
         use_policy.main([str(run_dir), "--compare", "test_use:too_strong"])
 
 
-# README -------------------------------------------------------------------------------------------
+# The reference ------------------------------------------------------------------------------------
 
 
-def readme_code(part):
-    """Return the Python code in README.md that has this part."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+REFERENCE = (ROOT / "tests" / "benchmarks" / "reference.md").read_text()
+REFERENCE_LINE = " ".join(REFERENCE.split())
+
+
+def code_of_reference(part):
+    """Return the Python code in the reference that has this part."""
+    blocks = re.findall(r"```python\n(.*?)```", REFERENCE, re.DOTALL)
     (code,) = [block for block in blocks if part in block]
     return code
-
-
-def reference_text():
-    """Return the reference in one line."""
-    return " ".join((ROOT / "tests" / "benchmarks" / "reference.md").read_text().split())
 
 
 ROD = ROOT / "tests" / "examples" / "rod.py"
@@ -392,14 +391,14 @@ PLAYED = ["CartPole-v1", "Taxi-v4", "CartPole-v1 --rnn gru"]  # plain, with mask
 
 
 @pytest.mark.parametrize("env", PLAYED)
-def test_readme_code_loads_a_policy(tmp_path, monkeypatch, env):
+def test_code_of_reference_loads_a_policy(tmp_path, monkeypatch, env):
     """The lines, with what is said of masks and memory, play the first episode of --eval."""
     run_dir = save_run(ppo, tmp_path, "--env", *env.split())
     expected = ppo.evaluate_run(ppo.parse_args(["--eval", str(run_dir), "--eval-episodes", "1"]))
-    code = readme_code("read_checkpoint")
+    code = code_of_reference("read_checkpoint")
     assert code.count("\n") <= 15 and "runs/my-run" in code
     sentences = r"With `--rnn` set `(.*?)` at .*? call `(.*?)`. With masks call `(.*?)`"
-    start, memory, masked = re.search(sentences, reference_text()).groups()
+    start, memory, masked = re.search(sentences, REFERENCE_LINE).groups()
     if "rnn" in env:
         code = code.replace("policy.act(obs)", memory).replace("while", f"{start}\nwhile")
     if "Taxi" in env:
@@ -413,11 +412,11 @@ def test_readme_code_loads_a_policy(tmp_path, monkeypatch, env):
     assert list(names["env"].return_queue) == expected.tolist()
 
 
-def test_readme_code_loads_a_policy_of_levels(tmp_path):
+def test_code_of_reference_loads_a_policy_of_levels(tmp_path):
     """So do they for ppo_multilevel.py with what their comments say."""
     run_dir = save_run(ml, tmp_path, "--env", "envs:make")
     expected = ml.evaluate_run(ml.parse_args(["--eval", str(run_dir), "--eval-episodes", "1"]))
-    code = readme_code("read_checkpoint").replace("runs/my-run", str(run_dir))
+    code = code_of_reference("read_checkpoint").replace("runs/my-run", str(run_dir))
     code = re.sub(r"import ppo  # or: (.*)", r"\1", code)
     code = re.sub(r"ppo\.make_env\(.*?\)(.*)# levels: (.*)", r"\2\1", code)
     code = re.sub(r"actions, state = .*levels: (.*)", r"\1", code)
@@ -464,7 +463,7 @@ SB3 |= dict(activation="tanh", shared_net=False, init_log_std=0.0)
 
 def test_options_are_the_defaults_of_sb3(tmp_path):
     """Those of `PPO("MlpPolicy", env)` of Stable-Baselines3 2.9.2, whose batch_size is 64."""
-    text = reference_text()
+    text = REFERENCE_LINE
     options = re.search(r"with N envs, `(.*?)` \(VecNormalize: `(.*?)`", text)
     words = " ".join(options.groups()).replace("(32 N)", "96").replace(" N ", " 3 ").split()
     args = ppo.parse_args([*words, "--log-dir", str(tmp_path)])

@@ -212,56 +212,60 @@ def look_at_steps(number, episodes, num_workers):
     num_steps = max(4, num_steps // multiple * multiple)
     options = f"--num-envs {num_envs} --num-steps {num_steps} --num-minibatches 4 "
     options += "--learning-rate 3e-4 --init-log-std -1 --save-every 1 --eval-every 0"
-    # A run on a single level makes no checks.
-    if len(episodes) > 1:
-        look_at_waits(episodes, num_envs * num_steps * step / workers, num_envs, num_workers)
     return options.split()
 
 
-def seconds_of_check(episode, num_workers):
-    """Return how many episodes a check should play, and its seconds. No worker is idle then."""
+def look_at_checks(num_workers):
+    """Return options that let a check occupy all workers, where the default does not."""
     workers = max(1, num_workers)
-    rounds = math.ceil(CHECK_EPISODES / workers)
-    return rounds * workers, rounds * sum(episode.seconds)
+    episodes = math.ceil(CHECK_EPISODES / workers) * workers
+    return [] if episodes == CHECK_EPISODES else ["--check-episodes", str(episodes)]
 
 
-def look_at_waits(episodes, iteration, num_envs, num_workers):
-    """Say for how long a run does not answer, and how many simulations it has."""
-    seconds = sum(sum(episode.seconds) for episode in episodes)  # of an episode on every level
-    check_episodes, check = seconds_of_check(episodes[-1], num_workers)
-    rounds = ml.num_rounds(argparse.Namespace(num_envs=num_envs))
-    correlation = rounds * num_envs / max(1, num_workers) * seconds
-    tell(
-        f"First a run takes {2 * seconds:.0f} s to measure what steps cost. Later an iteration "
-        f"({iteration:.0f} s), a check ({check:.0f} s) and a measurement of the correlation "
-        f"({correlation:.0f} s) may follow each other before a signal ends the run: give "
-        f"TERM@{1.1 * (iteration + check + correlation):.0f} to Slurm. --analyse makes ten such "
-        f"measurements, after {2 * seconds:.0f} s, and can be stopped after one. There are "
-        f"{num_envs} simulations of each level, and {check_episodes} more of the finest for checks."
-    )
+def as_time(seconds):
+    """Return seconds as text."""
+    if seconds < 120:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:.1f} hours"
 
 
-def look_at_hours(number, episode, num_workers):
-    """Say how long a check on the finest level and a run take. Returns options."""
-    check_episodes, check = seconds_of_check(episode, num_workers)
+def print_timetable(args, episodes):
+    """Print how long the parts of a run with the options `args` take. Returns its hours."""
+    workers = max(1, args.num_workers)
+    finest = args.levels[-1]
+    fine_step = np.mean(episodes[-1].seconds[1:])
+    fine_episode = sum(episodes[-1].seconds)
+    measuring_costs = 2 * sum(sum(episode.seconds) for episode in episodes)
+
+    iteration = args.num_envs * args.num_steps[-1] * fine_step / workers
+    check = math.ceil(args.check_episodes / workers) * fine_episode
+    num_measured = ml.num_rounds(args) * args.num_envs
+    correlation = num_measured / workers * measuring_costs / 2
+    stopping = 1.1 * (iteration + check + correlation)
+    analysis = measuring_costs + 10 * correlation
+    comparison = 2 * math.ceil(64 / workers) * fine_episode
     hours = math.ceil(RUN_PER_CHECK * check / 360) / 10
-    takes = f"{check:.2g} s" if check < 10 else f"{check:.0f} s"
-    num_checks = RUN_PER_CHECK // (1 + ml.Adaptive.CHECK_AFTER)
-    tell(
-        f"A check plays {check_episodes} episodes on level {number}, {max(1, num_workers)} at a "
-        f"time, which takes {takes}. A run should be {RUN_PER_CHECK} times as long as a "
-        f"check. About {num_checks} checks are made in it then, because between two checks it "
-        f"trains for {ml.Adaptive.CHECK_AFTER} times as long as a check takes. Rounded up, this is "
-        f"{hours:g} hours."
-    )
-    options = ["--hours", f"{hours:g}"]
-    if check_episodes != CHECK_EPISODES:
-        options += ["--check-episodes", str(check_episodes)]
-    return options
+
+    rows = {
+        "at first, to measure what steps cost": measuring_costs,
+        f"an iteration on level {finest}": iteration,
+        f"a check, {args.check_episodes} episodes on level {finest}": check,
+        f"a measurement of correlations, {num_measured} episodes on every level": correlation,
+        f"at most from a signal to the run's end (Slurm: TERM@{stopping:.0f})": stopping,
+        f"--hours {hours:g}: {RUN_PER_CHECK} times as long as a check, rounded up": 3600 * hours,
+        "--analyse: ten measurements (stop it when you have seen enough)": analysis,
+        "--compare: 64 episodes of the policy, and 64 of the controller": comparison,
+    }
+    print(f"\nTimes with --num-workers {args.num_workers}:\n")
+    for what, seconds in rows.items():
+        print(f"{as_time(seconds):>14}  {what}")
+    return hours
 
 
 def inspect(numbers, envs, num_workers):
-    """Print costs and advice. Returns options of the next command."""
+    """Print costs and advice. Returns an episode of each level, and options to train with."""
     print("   level     reset s      step s   steps         end      return")
     pairs = []
     for number, env in zip(numbers, envs):
@@ -296,14 +300,11 @@ def inspect(numbers, envs, num_workers):
         )
     if "failed" not in ends:
         options += look_at_steps(numbers[-1], episodes, num_workers)
-        # A run on a single level makes no checks.
-        if len(envs) > 1:
-            options += look_at_hours(numbers[-1], episodes[-1], num_workers)
-    return options
+    return episodes, options
 
 
 def main(argv=None):
-    """Inspect a simulation, and print the command to give next."""
+    """Inspect a simulation, and print the commands to give next."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--env", required=True, help="as ppo_multilevel.py takes it")
@@ -316,14 +317,25 @@ def main(argv=None):
     ml.check_spaces(parser, named)
     envs = [ml.make_env(named, number) for number in args.levels]
     try:
-        options = inspect(args.levels, envs, args.num_workers)
+        episodes, options = inspect(args.levels, envs, args.num_workers)
     finally:
         for env in envs:
             ml.close_env(env, env)
-    print("\nWhen the simulation is as you want it, train:\n")
+
     words = ["--env", args.env, "--levels", *map(str, args.levels)]
     words += ["--num-workers", str(args.num_workers), *options]
-    print(shlex.join(["python", "ppo_multilevel.py", *words]))
+    length = []
+    # A run on a single level makes no checks.
+    if len(envs) > 1:
+        words += look_at_checks(args.num_workers)
+        if all(episode.end != "failed" for episode in episodes):
+            length = ["--hours", f"{print_timetable(ml.parse_args(words), episodes):g}"]
+    train = shlex.join(["python", "ppo_multilevel.py", *words])
+    print("\nWhen the simulation is as you want it:\n")
+    if len(envs) > 1:
+        print(f"{train} --analyse")
+    print(" ".join([train, *length]))
+    print("python tests/examples/use_policy.py RUN_DIR --compare FILE:CONTROLLER --episodes 64")
 
 
 if __name__ == "__main__":
