@@ -12,7 +12,8 @@ How to read this file
     shapes". Skip the options, and read the functions in this order:
 
     1. `train`, the loop.
-    2. Play: `rollout`, and far below `Player.play`, `Player.take_step`, `Policy.act`, `Game.step`.
+    2. Play: `rollout`, and far below `Player.play`, `Player.take_step`, `Policy.act`,
+       `Categorical.sample`, `Game.step`. Playing computes in NumPy, learning in torch.
     3. Judge: `add_values`, `gae`, `make_batch`.
     4. Learn: `update`, `run_epoch`, `minibatches`, `normalised`, `minibatch_loss`, `losses`,
        `policy_change`, `gradient_step`.
@@ -73,9 +74,9 @@ The algorithm
 Notation and shapes
     s_t state or observation, a_t action, r_t reward. π_θ(a|s) is the probability of a in s with the
     weights θ, γ the discount per step. λ, ε, c_v, c_e and β are options, see --help. A row is what
-    was recorded of one step of one environment. E[·] is a mean: in V over what may follow, in the
-    loss over the rows of a minibatch. H(p) = E_p[−log p] is the entropy of p, and KL(p, q) =
-    E_p[log p − log q] says how far q is from p.
+    was recorded of one step of one environment, but the dict `row` is what is logged. E[·] is a
+    mean: in V over what may follow, in the loss over the rows of a minibatch. H(p) = E_p[−log p] is
+    the entropy of p, and KL(p, q) = E_p[log p − log q] says how far q is from p.
     T steps (--num-steps), N environments (--num-envs), K epochs, B minibatches of M rows.
     `model.inputs` names what the model sees: obs, and starts, state, action_mask if they are used.
     D observation entries, A action entries, n logits of a discrete policy, F features of the last
@@ -272,7 +273,7 @@ def rollout(model, pool, args, generator):
     terminated, truncated, next_obs, and what else `make_rows` names.
     """
     # An action is drawn by adding noise: argmax(log π + Gumbel noise) is a sample of a categorical
-    # distribution (the Gumbel-max trick), and μ + σ ε is one of a Gaussian. The noise of all T · N
+    # distribution (the Gumbel-max trick), and μ + σ z is one of a Gaussian. The noise of all T · N
     # actions is drawn first, in this process, so they do not depend on the number of workers.
     noise = model.head.noise(args.num_steps * args.num_envs, generator)
     noise = noise.view(args.num_steps, args.num_envs, -1)
@@ -399,7 +400,7 @@ def losses(model, mb, clip_coef, clip_vloss):
 
     `mb` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
     π_old, values of V before the update, advantages, returns. Those of a recurrent policy
-    (see ppo.py) are (T, M, ...).
+    (ppo.py's --rnn) are (T, M, ...).
     Returns pg_loss, v_loss, entropy and logratio = log ratio_t, each (M,).
     """
     pi, values = model(**{name: mb[name] for name in model.inputs})
@@ -418,7 +419,8 @@ def losses(model, mb, clip_coef, clip_vloss):
     v_loss = (values - returns).square()
     if clip_vloss:
         # Not in the paper: (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², where that is larger. So V
-        # gains nothing by moving away from V_old by more than ε in one update.
+        # gains nothing by moving away from V_old by more than ε in one update. How tight that is
+        # depends on the scale of rewards. CleanRL has it; with Stable-Baselines3 it is off.
         change = (values - mb["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, (mb["values"] + change - returns).square())
     v_loss = 0.5 * v_loss
@@ -515,7 +517,8 @@ def minibatches(batch, args, generator):
 def normalised(advantages):
     """Return advantages with mean 0 and σ 1: one learning rate then suits rewards of any scale.
 
-    "Better" then means better than the mean of these advantages, not than V expected.
+    "Better" then means better than the mean of these advantages, not than V expected. So an action
+    may become less likely although it was a little better than V expected.
     """
     std, mean = torch.std_mean(advantages)
     return (advantages - mean) / (std + 1e-8)
@@ -547,10 +550,13 @@ def adapt_learning_rates(optimizer, kl, target):
 
 
 def mean_row(rows):
-    """Return the means of a list of dicts of scalar tensors, as a dict of numbers."""
+    """Return the means of a list of dicts of scalar tensors, as a dict of numbers.
+
+    A row may lack names of the first one.
+    """
     means = {}
     for name in rows[0]:
-        means[name] = float(torch.stack([row[name] for row in rows]).mean())
+        means[name] = float(torch.stack([row[name] for row in rows if name in row]).mean())
     return means
 
 
@@ -674,8 +680,8 @@ ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 def layer_init(layer, gain=2**0.5):
     """Initialise a linear or convolutional layer: orthogonal weight times `gain`, zero bias.
 
-    √2 keeps the scale of features through hidden layers. A policy's last layer has 0.01, so that
-    its first actions are nearly uniform, or have means near 0.
+    √2 keeps the scale of features through layers with ReLU, and is usual with tanh, too. A policy's
+    last layer has 0.01, so that its first actions are nearly uniform, or have means near 0.
     """
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
@@ -779,13 +785,13 @@ class Gaussian(nn.Module):
 
     @torch.no_grad()
     def noise(self, batch, generator):
-        """Return σ ε, or L ε, with standard normal noise ε, (batch, A)."""
+        """Return σ z, or L z, with standard normal noise z, (batch, A)."""
         noise = torch.randn(batch, self.n, generator=generator, dtype=torch.float32)
         noise = noise.to(self.log_std.device)
         return self.log_std.exp() * noise if self.lower is None else noise @ self.factor.T
 
     def sample(self, mean, noise=None, action_mask=None):
-        """Return actions (M, ...) for means (M, A): μ + σ ε, or the mode μ. All are arrays."""
+        """Return actions (M, ...) for means (M, A): μ + σ z, or the mode μ. All are arrays."""
         actions = mean if noise is None else mean + noise
         return actions.reshape(len(mean), *self.shape)
 
@@ -1515,7 +1521,7 @@ def average_gradients(model):
 # ------------------------------------------------------------------------------------ run folder
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they stop a run
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0}
-CHARTS = ["episodic_return", "episodic_length", "eval_return", "learning_rate"]
+CHARTS = ["iteration_return", "episodic_return", "episodic_length", "eval_return", "learning_rate"]
 LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"]
 # TensorBoard shows these under CleanRL's names, where it has them. Any other number has its own
 # name. Ours are means, of an iteration's minibatches and of the last 100 episodes. CleanRL's are
@@ -1623,6 +1629,8 @@ class Run(AbstractContextManager):
         self.counters["global_step"] += num_steps
         self.counters["wall_seconds"] += seconds
 
+        if episodes:
+            row["iteration_return"], _ = np.mean(episodes, axis=0)
         self.recent = (self.recent + episodes)[-100:]
         if self.recent:
             mean_return, mean_length = np.mean(self.recent, axis=0)

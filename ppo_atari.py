@@ -308,7 +308,7 @@ def losses(model, mb, clip_coef, clip_vloss):
 
     `mb` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
     π_old, values of V before the update, advantages, returns. Those of a recurrent policy
-    (see ppo.py) are (T, M, ...).
+    (ppo.py's --rnn) are (T, M, ...).
     Returns pg_loss, v_loss, entropy and logratio = log ratio_t, each (M,).
     """
     pi, values = model(**{name: mb[name] for name in model.inputs})
@@ -327,7 +327,8 @@ def losses(model, mb, clip_coef, clip_vloss):
     v_loss = (values - returns).square()
     if clip_vloss:
         # Not in the paper: (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², where that is larger. So V
-        # gains nothing by moving away from V_old by more than ε in one update.
+        # gains nothing by moving away from V_old by more than ε in one update. How tight that is
+        # depends on the scale of rewards. CleanRL has it; with Stable-Baselines3 it is off.
         change = (values - mb["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, (mb["values"] + change - returns).square())
     v_loss = 0.5 * v_loss
@@ -399,7 +400,8 @@ def minibatches(batch, args, generator):
 def normalised(advantages):
     """Return advantages with mean 0 and σ 1: one learning rate then suits rewards of any scale.
 
-    "Better" then means better than the mean of these advantages, not than V expected.
+    "Better" then means better than the mean of these advantages, not than V expected. So an action
+    may become less likely although it was a little better than V expected.
     """
     std, mean = torch.std_mean(advantages)
     return (advantages - mean) / (std + 1e-8)
@@ -418,10 +420,13 @@ def gradient_step(model, optimizer, loss, max_grad_norm):
 
 
 def mean_row(rows):
-    """Return the means of a list of dicts of scalar tensors, as a dict of numbers."""
+    """Return the means of a list of dicts of scalar tensors, as a dict of numbers.
+
+    A row may lack names of the first one.
+    """
     means = {}
     for name in rows[0]:
-        means[name] = float(torch.stack([row[name] for row in rows]).mean())
+        means[name] = float(torch.stack([row[name] for row in rows if name in row]).mean())
     return means
 
 
@@ -529,8 +534,8 @@ class Model(nn.Module):
 def layer_init(layer, gain=2**0.5):
     """Initialise a linear or convolutional layer: orthogonal weight times `gain`, zero bias.
 
-    √2 keeps the scale of features through hidden layers. A policy's last layer has 0.01, so that
-    its first actions are nearly uniform, or have means near 0.
+    √2 keeps the scale of features through layers with ReLU, and is usual with tanh, too. A policy's
+    last layer has 0.01, so that its first actions are nearly uniform, or have means near 0.
     """
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
@@ -1102,7 +1107,7 @@ def average_gradients(model):
 # ------------------------------------------------------------------------------------ run folder
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they stop a run
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0}
-CHARTS = ["episodic_return", "episodic_length", "eval_return", "learning_rate"]
+CHARTS = ["iteration_return", "episodic_return", "episodic_length", "eval_return", "learning_rate"]
 LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"]
 # TensorBoard shows these under CleanRL's names, where it has them. Any other number has its own
 # name. Ours are means, of an iteration's minibatches and of the last 100 episodes. CleanRL's are
@@ -1210,6 +1215,8 @@ class Run(AbstractContextManager):
         self.counters["global_step"] += num_steps
         self.counters["wall_seconds"] += seconds
 
+        if episodes:
+            row["iteration_return"], _ = np.mean(episodes, axis=0)
         self.recent = (self.recent + episodes)[-100:]
         if self.recent:
             mean_return, mean_length = np.mean(self.recent, axis=0)

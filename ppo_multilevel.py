@@ -280,7 +280,7 @@ def rollout(model, sims, level, generator):
     """
     args = sims.args
     # An action is drawn by adding noise: argmax(log π + Gumbel noise) is a sample of a categorical
-    # distribution (the Gumbel-max trick), and μ + σ ε is one of a Gaussian. The noise of all T · N
+    # distribution (the Gumbel-max trick), and μ + σ z is one of a Gaussian. The noise of all T · N
     # actions is drawn first, in this process, so they do not depend on the number of workers. Both
     # members of a pair have the same.
     noise = model.head.noise(args.num_steps[level] * args.num_envs, generator)
@@ -383,7 +383,7 @@ def losses(model, mb, clip_coef, clip_vloss):
 
     `mb` holds obs (M, ...) and the model's other inputs, actions (M, ...), and (M,): logprobs of
     π_old, values of V before the update, advantages, returns. Those of a recurrent policy
-    (see ppo.py) are (T, M, ...).
+    (ppo.py's --rnn) are (T, M, ...).
     Returns pg_loss, v_loss, entropy and logratio = log ratio_t, each (M,).
     """
     pi, values = model(**{name: mb[name] for name in model.inputs})
@@ -402,7 +402,8 @@ def losses(model, mb, clip_coef, clip_vloss):
     v_loss = (values - returns).square()
     if clip_vloss:
         # Not in the paper: (V_old + clip(V_θ − V_old, −ε, ε) − R_t)², where that is larger. So V
-        # gains nothing by moving away from V_old by more than ε in one update.
+        # gains nothing by moving away from V_old by more than ε in one update. How tight that is
+        # depends on the scale of rewards. CleanRL has it; with Stable-Baselines3 it is off.
         change = (values - mb["values"]).clamp(-clip_coef, clip_coef)
         v_loss = torch.max(v_loss, (mb["values"] + change - returns).square())
     v_loss = 0.5 * v_loss
@@ -551,10 +552,13 @@ def gradient_step(model, optimizer, loss, max_grad_norm):
 
 
 def mean_row(rows):
-    """Return the means of a list of dicts of scalar tensors, as a dict of numbers."""
+    """Return the means of a list of dicts of scalar tensors, as a dict of numbers.
+
+    A row may lack names of the first one.
+    """
     means = {}
     for name in rows[0]:
-        means[name] = float(torch.stack([row[name] for row in rows]).mean())
+        means[name] = float(torch.stack([row[name] for row in rows if name in row]).mean())
     return means
 
 
@@ -634,16 +638,17 @@ class Adaptive:
     gradients of the two point the same way: ρ is the cosine between them, to first order in the
     noise of the actions. A step along a gradient with that cosine is worth about ρ² as many samples
     as one of the finest level. So the rule trains on the level with the largest trust · ρ² /
-    seconds. It measures ρ now and then, and takes it for 1 before. The trust tells what ρ cannot:
-    whether the level still has something to teach.
+    seconds. It measures ρ now and then, and takes it for 1 before. This reasoning can fail: on
+    ResSim-v4 with faults the level with the lowest ρ teaches most (tests/benchmarks/README.md). The
+    trust tells what ρ cannot: whether the level still has something to teach.
 
     A level keeps the run for a window of some iterations. Then a *check* plays episodes on the
     finest level with the policy's mode, always from the same starts. If the best check has risen by
-    more than its noise, the level's trust becomes 1. That of all others doubles, up to 1: the
-    policy has changed, so what they failed at is past. Without a gain the level's trust is halved.
-    If, besides, the latest check is below the best one, training goes back to the best parameters,
-    unless the level's own returns still rise (`progress_is_hidden`). The best parameters by the
-    checks are the run's result.
+    more than one standard error, the level's trust becomes 1. That of all others doubles, up to 1,
+    as the policy has changed, and what they failed at is past. Without a gain the level's trust is
+    halved. If, besides, the latest check is below the best one, training goes back to the best
+    parameters, unless the level's own returns still rise (`progress_is_hidden`). The best
+    parameters by the checks are the run's result.
 
     While no window has gained, a failure says that ρ may be far from 1, so it is measured then, if
     the run pays for that. Only if it is low, training goes back to the best parameters.
@@ -1016,8 +1021,8 @@ def hidden_layers(width, args):
 def layer_init(layer, gain=2**0.5):
     """Initialise a linear or convolutional layer: orthogonal weight times `gain`, zero bias.
 
-    √2 keeps the scale of features through hidden layers. A policy's last layer has 0.01, so that
-    its first actions are nearly uniform, or have means near 0.
+    √2 keeps the scale of features through layers with ReLU, and is usual with tanh, too. A policy's
+    last layer has 0.01, so that its first actions are nearly uniform, or have means near 0.
     """
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
@@ -1087,12 +1092,12 @@ class Gaussian(nn.Module):
 
     @torch.no_grad()
     def noise(self, batch, generator):
-        """Return σ ε with standard normal noise ε, (batch, A)."""
+        """Return σ z with standard normal noise z, (batch, A)."""
         noise = torch.randn(batch, self.n, generator=generator, dtype=torch.float32)
         return self.log_std.exp() * noise
 
     def sample(self, mean, noise=None):
-        """Return actions (M, ...) for means (M, A): μ + σ ε, or the mode μ. All are arrays."""
+        """Return actions (M, ...) for means (M, A): μ + σ z, or the mode μ. All are arrays."""
         actions = mean if noise is None else mean + noise
         return actions.reshape(len(mean), *self.shape)
 
@@ -2016,7 +2021,7 @@ def average_gradients(model):
 # ------------------------------------------------------------------------------------ run folder
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they stop a run
 COUNTERS = {"iteration": 0, "global_step": 0, "wall_seconds": 0.0, "failures": 0}
-CHARTS = ["episodic_return", "episodic_length", "eval_return", "learning_rate"]
+CHARTS = ["iteration_return", "episodic_return", "episodic_length", "eval_return", "learning_rate"]
 CHARTS += ["check_return", "level", "seconds", "failures"]
 LOSSES = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"]
 # TensorBoard shows these under CleanRL's names, where it has them. Any other number has its own
@@ -2154,6 +2159,8 @@ class Run(AbstractContextManager):
         if self.history and self.history[-1].get("level") != row.get("level"):
             # The recent episodes are of another level.
             self.recent = []
+        if episodes:
+            row["iteration_return"], _ = np.mean(episodes, axis=0)
         self.recent = (self.recent + episodes)[-100:]
         if self.recent:
             mean_return, mean_length = np.mean(self.recent, axis=0)

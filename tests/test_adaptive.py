@@ -906,7 +906,8 @@ def test_episodic_return_is_of_one_level(tmp_path, monkeypatch):
     )
     history = ml.train(ml.parse_args([*words.split(), "--log-dir", str(tmp_path)])).history[1:]
     assert {row["level"] for row in history} == {1, 2}
-    assert all(row["episodic_return"] == row["level"] for row in history)
+    for row in history:
+        assert row["episodic_return"] == row["level"] == row["iteration_return"]
 
 
 def test_another_rule_can_be_given(tmp_path):

@@ -903,7 +903,8 @@ def test_episodes_are_logged(monkeypatch, tmp_path):
     limit_frames(monkeypatch, 36)
     history = train(tmp_path, "--num-iterations", "2", "--noop-max", "0").history
     assert [row["episodic_length"] for row in history] == [8.0, 8.0]
-    assert [row["episodic_return"] for row in history] == [0.0, 0.0]
+    for name in ("episodic_return", "iteration_return"):
+        assert [row[name] for row in history] == [0.0, 0.0]
 
 
 def test_same_seed_same_parameters(run, tmp_path, capsys):

@@ -381,6 +381,13 @@ def test_target_kl_ends_the_update(monkeypatch):
     assert steps_of(0.99 * second) == 1 < steps_of(1.01 * second)
 
 
+def test_means_of_an_update():
+    """A number that the last minibatch lacks, since --target-kl ended it, is the others' mean."""
+    rows = [{"loss": 1, "norm": 2}, {"loss": 2, "norm": 4}, {"loss": 6}]
+    rows = [{name: torch.tensor(float(value)) for name, value in row.items()} for row in rows]
+    assert ppo.mean_row(rows) == {"loss": 3, "norm": 3}
+
+
 @pytest.mark.parametrize("norm_adv", ["minibatch", "batch", "off"])
 def test_minibatches(monkeypatch, norm_adv):
     """Every epoch uses each row once; advantages are normalised per minibatch, once or never."""
@@ -477,8 +484,8 @@ def test_run_progress(run):
     """progress.csv has a row per iteration, after the evaluation of the start, and all columns."""
     rows = progress(run.run_dir)
     names = (
-        "iteration global_step wall_seconds sps episodic_return eval_return policy_loss value_loss "
-        "entropy approx_kl clipfrac explained_variance learning_rate"
+        "iteration global_step wall_seconds sps iteration_return episodic_return eval_return "
+        "policy_loss value_loss entropy approx_kl clipfrac explained_variance learning_rate"
     ).split()
     assert set(names) <= rows[0].keys()
     assert [int(row["iteration"]) for row in rows] == [0, 1, 2, 3, 4]
@@ -490,6 +497,26 @@ def test_run_progress(run):
     assert seconds == sorted(seconds) and seconds[0] == 0
     assert 0 < float(rows[-1]["entropy"]) < math.log(2) + 1e-6
     assert float(rows[-1]["eval_return"]) == run.history[-1]["eval_return"]
+
+
+def test_returns_of_an_iteration(tmp_path, monkeypatch):
+    """`iteration_return` is the mean of the episodes that ended in it, `episodic_return` of 100."""
+    finished = []
+    find = ppo.finished_episodes
+
+    def record(buffer):
+        finished.append([episode[0] for episode in find(buffer)])
+        return find(buffer)
+
+    monkeypatch.setattr(ppo, "finished_episodes", record)
+    history = train(tmp_path, "--num-iterations", "20", "--num-steps", "8").history
+    assert any(finished) and not all(finished)
+    for i, row in enumerate(history):
+        assert ("iteration_return" in row) == bool(finished[i])
+        if finished[i]:
+            assert row["iteration_return"] == pytest.approx(np.mean(finished[i]))
+            recent = sum(finished[: i + 1], [])[-100:]
+            assert row["episodic_return"] == pytest.approx(np.mean(recent))
 
 
 def test_run_checkpoint(run):
@@ -509,7 +536,8 @@ def test_run_tensorboard(run):
 
     events = EventAccumulator(str(run.run_dir))
     events.Reload()
-    charts = {f"charts/{name}" for name in ("episodic_return", "SPS", "learning_rate")}
+    names = ("iteration_return", "episodic_return", "SPS", "learning_rate")
+    charts = {f"charts/{name}" for name in names}
     names = "policy_loss value_loss entropy approx_kl clipfrac explained_variance".split()
     tags = set(events.Tags()["scalars"])
     assert charts | {f"losses/{name}" for name in names} | {"charts/eval_return"} <= tags

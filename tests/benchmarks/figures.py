@@ -175,7 +175,7 @@ def draw_race(ax, case, curves):
         alpha = 0.08 if style["color"] == GREY else 0.15
         ax.fill_between(x, y.min(axis=0), y.max(axis=0), color=style["color"], alpha=alpha, lw=0)
 
-    ax.set(xscale="log", xlabel="seconds of simulation and learning")
+    ax.set(xscale="log", xlabel="nominal seconds of simulation and learning")
     ax.xaxis.set_major_formatter(PLAIN)
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
     ax.spines[["top", "right"]].set_visible(False)
@@ -227,7 +227,7 @@ def gained():
     highest = max(share.max() for found in shares.values() for share in found.values())
     ax.set(xlim=(0, max(115, 100 * highest + 2)), ylim=(middles[-1] + 0.7, -0.5))
     ax.xaxis.set_major_formatter(PercentFormatter(100, decimals=0, symbol=" %"))
-    ax.set_xlabel("gain as a share of the best method's mean gain, at equal time")
+    ax.set_xlabel("gain as a share of the best method's mean gain, at equal nominal time")
     ax.spines[["top", "right", "left"]].set_visible(False)
 
     handles = [ax.plot([], [], label=tables.WAYS[way], **marker_style(way))[0] for way in ways]
