@@ -519,18 +519,23 @@ def test_starts_that_differ_between_levels(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_start_alike():
+def test_start_agreement():
     """Levels vary with the finest one if it varies; other units or another mean do no harm."""
     generator = np.random.default_rng(0)
     finest, other = generator.normal(size=(2, 20, 3)).astype(np.float32)
-    assert ml.start_alike(np.stack([finest, 3 * finest + 5, finest]))
-    assert not ml.start_alike(np.stack([finest, other, finest]))
-    assert not ml.start_alike(np.stack([np.full_like(finest, 0.1), finest]))
+
+    def agreement(*levels):
+        return ml.start_agreement(np.stack(levels))
+
+    assert agreement(finest, 3 * finest + 5, finest) == pytest.approx([1, 1, 1])
+    both = np.corrcoef((finest - finest.mean(0)).flat, (other - other.mean(0)).flat)[0, 1]
+    assert agreement(finest, other, finest) == pytest.approx([1, both, 1]) and abs(both) < 0.5
+    assert agreement(np.zeros_like(finest), finest) == pytest.approx([0, 1])
     # What float32 rounds off the mean of equal numbers is no difference between them.
     for value in np.linspace(0.1, 2, 50, dtype=np.float32):
         same = np.full((20, 3), value)
-        assert ml.start_alike(np.stack([1.01 * same, -same, same]))
-        assert ml.start_alike(np.stack([finest, same]))
+        assert list(agreement(1.01 * same, -same, same)) == [1, 1, 1]
+        assert list(agreement(finest, same)) == [1, 1]
 
 
 def trained(monkeypatch, tmp_path, kind, reward, steps, **options):

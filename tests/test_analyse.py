@@ -264,8 +264,9 @@ def test_analysis_that_is_stopped(monkeypatch, tmp_path, capsys):
         assert [float(row["rho"]) for row in csv.DictReader(file)] == pytest.approx([1, 1])
     tables = capsys.readouterr().out.strip().split("\n\n")
     assert len(tables) == 3
-    for number, (line, header, *rows) in enumerate(map(str.splitlines, tables), start=1):
+    for number, (line, header, *rows, last) in enumerate(map(str.splitlines, tables), start=1):
         divided = "step_ms is the time of a step divided by the number of workers"
         assert line == f"measured {number} of 10 times; {divided}"
         assert header.split()[-1] == "worth"
         assert [row.split()[0] for row in rows] == ["1", "2"]
+        assert last == f"table: {path}"

@@ -113,6 +113,15 @@ class Mapped(Unlike):
         self.state = fine.state
 
 
+class UnlikeInPart(Pendulum):
+    """The second entry of its state starts unlike."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.state[1] = self.np_random.normal(size=self.level)[-1]
+        return self.see(), {}
+
+
 class UnlikeLater(Unlike):
     """Its first observation hides that levels start unlike."""
 
@@ -254,6 +263,37 @@ class SharedState(Pendulum):
         return result
 
 
+class SharedByLevel(Pendulum):
+    """The simulations of a level have one state."""
+
+    shared = {}
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        self.shared[self.level] = self.state
+        return obs, info
+
+    def step(self, action):
+        self.state = self.shared[self.level]
+        result = super().step(action)
+        self.shared[self.level] = self.state
+        return result
+
+
+class SharedValve(Pendulum):
+    """All simulations have one valve, which is closed at first and follows the actions."""
+
+    valve = 0.0
+
+    def reset(self, *, seed=None, options=None):
+        SharedValve.valve = 0.0
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        SharedValve.valve += 0.5 * (float(action[0]) - SharedValve.valve)
+        return super().step([SharedValve.valve])
+
+
 class Longer(Pendulum):
     """Its fine level shows an entry more than its Box has."""
 
@@ -372,7 +412,7 @@ def inspected(monkeypatch, capsys):
 
 DIFFER = "Level 1: two episodes with the same reset(seed) and actions differ."
 DIFFER_2 = DIFFER.replace("1", "2")
-UNLIKE = "Levels start unlike from the same seed."
+UNLIKE = "Do levels start alike from the same seed?"
 BOOTSTRAPPED = "All episodes are truncated, which is right for a plant that runs on: V stands"
 ACTIONS = "The first actions are 0 ± 1, clipped to the Box, "
 LENGTHS = "Episodes have 10, 20 steps on the levels."
@@ -388,10 +428,13 @@ FLAWS = {
     Clinging: [],
     Unseeded: [DIFFER, DIFFER_2, UNLIKE],
     Lottery: [DIFFER, DIFFER_2],
-    Shared: [DIFFER],
-    SharedState: [DIFFER, RETURNS],
+    Shared: [DIFFER, DIFFER_2],
+    SharedState: [DIFFER, DIFFER_2],
+    SharedByLevel: [DIFFER, DIFFER_2],
+    SharedValve: [DIFFER, DIFFER_2],
     SummedLottery: [DIFFER, DIFFER_2, RETURNS],
     Unlike: [UNLIKE],
+    UnlikeInPart: [UNLIKE],
     UnlikeLater: [UNLIKE],
     Summed: [RETURNS],
     MoreSteps: [RETURNS, LENGTHS],

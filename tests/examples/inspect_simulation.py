@@ -2,9 +2,10 @@
 
     python tests/examples/inspect_simulation.py --env tests/examples/rod.py:Rod --levels 1 2 3
 
-It plays two episodes of each level with random actions, and the first step of eight more. It is
-plain Gymnasium in one process, without a policy: change it as you like. If you train on another
-machine give the number of its cores: --num-workers 32.
+It plays two episodes of each level with random actions, and the first step of eight more. In the
+second episode other simulations take turns, as in training. It is plain Gymnasium in one process,
+without a policy: change it as you like. If you train on another machine give the number of its
+cores: --num-workers 32.
 """
 
 import argparse
@@ -42,17 +43,17 @@ class Episode(NamedTuple):
     failure: str  # where and how the simulation has failed, else ""
 
 
-def play(env, finest, seed=SEED, most_steps=ml.MOST_STEPS, *, alone=False):
+def play(env, finest, seed=SEED, most_steps=ml.MOST_STEPS, *, neighbours=()):
     """Play an episode, or its first steps, always with the same actions. Returns the Episode.
 
-    The generators of `random` and `np.random` start from a seed of their own, so that levels can be
-    compared even if the simulation draws from them. After its reset the finest one gets another
-    start, as simulations take turns in training. `alone` it does not, and the generators' seed is
-    another one: then a simulation that depends on either shows other numbers.
+    The generators of `random` and `np.random` start from a seed, so that levels can be compared
+    even if the simulation draws from them. With `neighbours`, other simulations, the seed is
+    another one. After each of the first steps one of them takes its turn, as simulations do in
+    training. So an episode that depends on either shows other numbers.
 
     Raises RuntimeError if not even the first step succeeds.
     """
-    ml.seed_generators(int(alone))
+    ml.seed_generators(len(neighbours))
     rng = np.random.default_rng(SEED)
     observations = []
     rewards = []
@@ -68,8 +69,6 @@ def play(env, finest, seed=SEED, most_steps=ml.MOST_STEPS, *, alone=False):
             finest.reset(seed=seed)
             env.unwrapped.map_from(finest.unwrapped)
             obs = env.unwrapped.psi()
-        if env is not finest and not alone:
-            finest.reset(seed=0)
         observations.append(checked(obs, env.observation_space.shape))
 
         while end == "none" and len(rewards) < most_steps:
@@ -81,6 +80,8 @@ def play(env, finest, seed=SEED, most_steps=ml.MOST_STEPS, *, alone=False):
             rewards.append(checked(reward, ()))
             if terminated or truncated:
                 end = "terminated" if terminated else "truncated"
+            if len(rewards) <= len(neighbours):
+                take_turn(neighbours[len(rewards) - 1])
     except Exception as error:
         # A solver may raise anything.
         if not rewards:
@@ -88,6 +89,12 @@ def play(env, finest, seed=SEED, most_steps=ml.MOST_STEPS, *, alone=False):
         end = "failed"
         failure = f"seed {seed}, step {len(rewards) + 1}: {type(error).__name__}: {error}"
     return Episode(np.array(observations), np.array(rewards), seconds, end, failure)
+
+
+def take_turn(neighbour):
+    """Begin an episode of another simulation."""
+    neighbour.reset(seed=0)
+    neighbour.step(first_action(neighbour.action_space, np.random.default_rng(0)))
 
 
 def checked(values, shape):
@@ -118,8 +125,9 @@ def look_at_level(number, first, again):
     failure = first.failure or again.failure
     if failure:
         tell(
-            f"Level {number} fails, {failure}. With --failed-reward such a step ends an "
-            "episode, not the run."
+            f"Level {number} fails, {failure}. With --failed-reward R such a step ends an "
+            "episode, not the run. Let R be worse than the return of the worst episode. Without "
+            "whole episodes there are no times below."
         )
     # Rounding may add up in an episode.
     pairs = [(first.obs, again.obs), (first.rewards, again.rewards)]
@@ -150,12 +158,16 @@ def compare_levels(envs, returns):
         for seed in range(SEED, SEED + NUM_STARTS):
             shown.append(play(env, envs[-1], seed, most_steps=1).obs)
     # Two observations, since the first may always be the same: a reservoir is full of oil.
-    starts_agree = ml.start_alike(np.reshape(shown, (len(envs), NUM_STARTS, -1)))
+    agreement = ml.start_agreement(np.reshape(shown, (len(envs), NUM_STARTS, -1)))
     sizes = np.abs(returns)
-    if not starts_agree:
+    if agreement.min() <= 0.9:
+        numbers = ", ".join(f"{r:.2f}" for r in agreement)
         tell(
-            "Levels start unlike from the same seed. Draw random fields on the finest grid, and "
-            "coarsen them. Where that is impossible, write psi and map_from."
+            "Do levels start alike from the same seed? The first two observations of "
+            f"{NUM_STARTS} seeds have these correlations with the finest level: {numbers}. Below "
+            "0.5 levels start unlike, and below 0.9 perhaps a part of the start. Draw random "
+            "fields on the finest grid, and coarsen them. Where that is impossible, write psi and "
+            "map_from."
         )
     elif 0 < 1.5 * sizes.min() < sizes.max():
         tell(
@@ -176,7 +188,7 @@ def look_at_scale(name, values, option):
     largest = np.abs(values).max()
     if largest == 0 or 0.01 <= largest <= 10:
         return []
-    tell(f"The largest of {name} is {largest:.2g}, far from 1. Give {option}, or rescale them.")
+    tell(f"The largest of {name} is {largest:.2g}. Give {option}, or rescale them to about 1.")
     return [option]
 
 
@@ -264,15 +276,15 @@ def print_timetable(args, episodes):
     return hours
 
 
-def inspect(numbers, envs, num_workers):
+def inspect(numbers, envs, neighbours, num_workers):
     """Print costs and advice. Returns an episode of each level, and options to train with."""
     print("   level     reset s      step s   steps         end      return")
     pairs = []
     for number, env in zip(numbers, envs):
-        first = play(env, envs[-1], alone=True)
+        first = play(env, envs[-1])
         if first.end == "none":
             sys.exit(f"level {number}: an episode has not ended in {ml.MOST_STEPS:,} steps")
-        again = play(env, envs[-1])
+        again = play(env, envs[-1], neighbours=neighbours)
         pairs.append((number, first, again))
         costs = f"{number:8}{again.seconds[0]:12.2g}{np.mean(again.seconds[1:]):12.2g}"
         print(f"{costs}{len(again.rewards):8}{again.end:>12}{again.rewards.sum():12.4g}")
@@ -316,10 +328,11 @@ def main(argv=None):
     named = argparse.Namespace(env=ml.env_name(args.env), levels=args.levels, coupling=None)
     ml.check_spaces(parser, named)
     envs = [ml.make_env(named, number) for number in args.levels]
+    neighbours = [ml.make_env(named, number) for number in args.levels]
     try:
-        episodes, options = inspect(args.levels, envs, args.num_workers)
+        episodes, options = inspect(args.levels, envs, neighbours, args.num_workers)
     finally:
-        for env in envs:
+        for env in envs + neighbours:
             ml.close_env(env, env)
 
     words = ["--env", args.env, "--levels", *map(str, args.levels)]
