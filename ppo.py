@@ -35,8 +35,8 @@ The algorithm
     action a_t that was taken, and its weight says how good it was. If the weight were the sum of
     the rewards that followed, the gradient would be noisy. Subtracting V(s_t), which does not
     depend on a_t, lowers the noise, and the gradient's mean stays the same. So the weight is the
-    advantage Â_t: how much better a_t was than V expected. It is summed up from δ, which says how
-    wrong V was from one step to the next: generalised advantage estimation, GAE. done_t is 1 if the
+    advantage Â_t: how much better a_t was than V expected. It is a sum of δ, each of which says how
+    wrong V was about one step. This is generalised advantage estimation, GAE. done_t is 1 if the
     episode ends with step t, and terminated_t is 1 if it ends for another reason than a time limit.
 
     δ_t = r_t + γ V(s_{t+1}) (1 − terminated_t) − V(s_t)                         PPO, Eq. (12)
@@ -378,7 +378,7 @@ def make_batch(buffer, model, args):
     batch = {name: buffer[name] for name in (*model.inputs, "actions", "logprobs")}
     batch["values"] = values
     batch["advantages"] = advantages
-    # V's target in PPO, Eq. (9): R_t = Â_t + V(s_t), V's estimate plus the advantage
+    # V's target in PPO, Eq. (9): R_t = Â_t + V(s_t), what V expected plus how much better it went
     batch["returns"] = advantages + values
     if model.memory is not None:
         # `forward` reads only the state before step 0.
@@ -451,8 +451,8 @@ def minibatch_loss(model, mb, args):
 def policy_change(logratio, clip_coef):
     """Return an estimate of KL(π_old, π) and the share of the ratios beyond 1 ± ε.
 
-    The estimate is E[x − 1 − log x] ≥ 0 with the ratios x. It is unbiased, as E[x] = 1 for actions
-    of π_old: http://joschu.net/blog/kl-approx.html
+    With the ratios x and actions of π_old the KL is E[−log x]. E[x − 1] is 0, so E[x − 1 − log x]
+    is the same, but no term of it is below 0: http://joschu.net/blog/kl-approx.html
     """
     ratio = logratio.exp()
     approx_kl = (ratio - 1 - logratio).mean()

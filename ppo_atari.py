@@ -290,7 +290,7 @@ def make_batch(buffer, model, args):
     advantages = gae(*columns, args.gamma, args.gae_lambda)
     batch = {name: buffer[name] for name in (*model.inputs, "actions", "logprobs", "values")}
     batch["advantages"] = advantages
-    # V's target in PPO, Eq. (9): R_t = Â_t + V(s_t), V's estimate plus the advantage
+    # V's target in PPO, Eq. (9): R_t = Â_t + V(s_t), what V expected plus how much better it went
     batch["returns"] = advantages + buffer["values"]
     return {name: column.flatten(0, 1) for name, column in batch.items()}
 
@@ -355,8 +355,8 @@ def minibatch_loss(model, mb, args, clip_coef):
 def policy_change(logratio, clip_coef):
     """Return an estimate of KL(π_old, π) and the share of the ratios beyond 1 ± ε.
 
-    The estimate is E[x − 1 − log x] ≥ 0 with the ratios x. It is unbiased, as E[x] = 1 for actions
-    of π_old: http://joschu.net/blog/kl-approx.html
+    With the ratios x and actions of π_old the KL is E[−log x]. E[x − 1] is 0, so E[x − 1 − log x]
+    is the same, but no term of it is below 0: http://joschu.net/blog/kl-approx.html
     """
     ratio = logratio.exp()
     approx_kl = (ratio - 1 - logratio).mean()
