@@ -12,8 +12,8 @@ How to read this file
     shapes". Skip the options, and read the functions in this order:
 
     1. `train`, the loop.
-    2. Play: `rollout`, and far below `Player.play`, `Player.take_step`, `Policy.act`,
-       `Categorical.sample`, `Game.step`. Playing computes in NumPy, learning in torch.
+    2. Play: `rollout`, and far below `Player`, from `play` on, and `Game`. Then `Policy.act` and
+       `Categorical.sample`. Playing computes in NumPy, learning in torch.
     3. Judge: `add_values`, `gae`, `make_batch`.
     4. Learn: `update`, `run_epoch`, `minibatches`, `normalised`, `minibatch_loss`, `losses`,
        `policy_change`, `gradient_step`.
@@ -27,7 +27,7 @@ How to read this file
 The algorithm
     Each iteration plays T steps in N environments with the current policy π_θ, which is then called
     π_old, and makes K passes (epochs) of minibatch gradient steps over what was recorded. V is the
-    value function. It predicts the mean of the rewards from a state on, discounted by γ per step:
+    value function. It predicts the sum of all rewards from a state on, discounted by γ per step:
 
     V(s_t) ≈ E[Σ_k γ^k r_{t+k}]
 
@@ -255,7 +255,7 @@ def train(args):
 
 
 def make_optimizer(model, args):
-    """Return Adam over all parameters."""
+    """Return Adam over all parameters. Its ε is that of OpenAI's baselines, as in CleanRL."""
     return torch.optim.Adam(model.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
 
 
@@ -388,7 +388,10 @@ def make_batch(buffer, model, args):
 
 
 def explained_variance(batch):
-    """1 − Var(R − V) / Var(R): 1 is a perfect value function, 0 no better than a constant."""
+    """1 − Var(R − V) / Var(R): how well V predicts R. 0 is no better than a constant.
+
+    R contains V of later states, so a number near 1 does not prove that V is right.
+    """
     variance = batch["returns"].var()
     unexplained = (batch["returns"] - batch["values"]).var()
     return float(1 - unexplained / variance) if variance > 0 else math.nan
@@ -737,8 +740,9 @@ class Categorical(nn.Module):
     def sample(self, logits, noise=None, action_mask=None):
         """Return actions (M, ...) for logits (M, n). All are arrays.
 
-        argmax(log π + Gumbel noise) is a sample of π (the Gumbel-max trick), also with log π plus a
-        constant, as logits are. Without noise the actions are the mode, the most likely ones.
+        argmax(log π + Gumbel noise) is a sample of π, the Gumbel-max trick. Logits are log π plus a
+        constant, which changes no argmax. Without noise the actions are the mode, the most likely
+        ones.
         """
         scores = logits if noise is None else logits + noise
         if action_mask is not None:

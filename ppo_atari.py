@@ -296,7 +296,10 @@ def make_batch(buffer, model, args):
 
 
 def explained_variance(batch):
-    """1 − Var(R − V) / Var(R): 1 is a perfect value function, 0 no better than a constant."""
+    """1 − Var(R − V) / Var(R): how well V predicts R. 0 is no better than a constant.
+
+    R contains V of later states, so a number near 1 does not prove that V is right.
+    """
     variance = batch["returns"].var()
     unexplained = (batch["returns"] - batch["values"]).var()
     return float(1 - unexplained / variance) if variance > 0 else math.nan
@@ -562,8 +565,9 @@ class Categorical(nn.Module):
     def sample(self, logits, noise=None):
         """Return actions (M,) for logits (M, n). All are arrays.
 
-        argmax(log π + Gumbel noise) is a sample of π (the Gumbel-max trick), also with log π plus a
-        constant, as logits are. Without noise the actions are the mode, the most likely ones.
+        argmax(log π + Gumbel noise) is a sample of π, the Gumbel-max trick. Logits are log π plus a
+        constant, which changes no argmax. Without noise the actions are the mode, the most likely
+        ones.
         """
         scores = logits if noise is None else logits + noise
         return scores.argmax(-1)

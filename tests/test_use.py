@@ -425,6 +425,22 @@ def test_code_of_reference_loads_a_policy_of_levels(tmp_path):
     assert sum(names["rewards"]) == pytest.approx(expected[0], rel=1e-5)
 
 
+def test_code_of_reference_plots_runs(tmp_path, monkeypatch):
+    """The lines plot a column of the runs in a folder."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.chdir(tmp_path)
+    words = "--num-steps 64 --num-iterations 3 --quiet --log-dir runs/cheetah --num-workers 0"
+    history = ppo.train(ppo.parse_args(words.split())).history
+    names = {}
+    exec(code_of_reference("savefig"), names)
+    (line,) = names["plt"].gca().lines
+    returns = [row.get("episodic_return", np.nan) for row in history]
+    np.testing.assert_allclose(line.get_ydata(), returns)
+    assert list(line.get_xdata()) == [row["global_step"] for row in history]
+    assert (tmp_path / "runs.png").stat().st_size > 1000
+    names["plt"].close()
+
+
 @pytest.mark.parametrize("coupling", ["step", "noise"])
 def test_rod_trains(tmp_path, coupling):
     """The rod has the same spaces and the same physics on its levels, and trains on two of them."""
