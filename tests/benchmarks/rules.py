@@ -4,7 +4,7 @@ python tests/benchmarks/rules.py multigrid --env ResSim-v4
 python tests/benchmarks/rules.py multigrid-fit --env ResSim-v4          # and V is fitted
 python tests/benchmarks/rules.py halves --env ResSim-v4
 python tests/benchmarks/rules.py single --env ResSim-v4 --levels 3 4
-python tests/benchmarks/rules.py adaptive --env ResSim-v4 --levels 4    # on one level, with checks
+python tests/benchmarks/rules.py single-fit --env ResSim-v4 --levels 4  # and V is fitted at first
 """
 
 import argparse
@@ -131,10 +131,18 @@ class Single(ml.Adaptive):
         return mean
 
 
-class Fitted(ml.Adaptive):
-    """The script's rule on one level: V is fitted at first, and checks choose the best policy."""
+class SingleFit(Single):
+    """The same, with the fit of V that adaptive levels make at first."""
 
-    MEASURE_SHARE = 0  # nothing is measured: ρ of the only level is 1
+    def begin(self, run):
+        """Make the first check, and fit V, with --norm-obs an iteration later."""
+        self.refit = not self.args.norm_obs
+        return super().begin(run)
+
+    def review(self, run, own, partners, episodes):
+        """Check before an evaluation."""
+        self.refit = self.args.norm_obs and run.iteration == 1
+        return super().review(run, own, partners, episodes)
 
 
 make_teams = ml.make_teams  # the script's own
@@ -143,7 +151,7 @@ RULES = {
     "multigrid-fit": MultigridFit,
     "halves": Halves,
     "single": Single,
-    "adaptive": Fitted,
+    "single-fit": SingleFit,
 }
 
 
