@@ -640,10 +640,11 @@ class Adaptive:
     same starts with the same noise. Where a lucky action pays on both levels, ρ is near 1, and the
     gradients of the two point the same way: ρ is the cosine between them, to first order in the
     noise of the actions. A step along a gradient with that cosine is worth about ρ² as many samples
-    as one of the finest level. So the rule trains on the level with the largest trust · ρ² /
-    seconds. It measures ρ now and then, and takes it for 1 before. This reasoning can fail: on
-    ResSim-v4 with faults the level with the lowest ρ teaches most (tests/benchmarks/README.md). The
-    trust tells what ρ cannot: whether the level still has something to teach.
+    as one of the finest level, as long as their noise is larger than the level's bias. So the rule
+    trains on the level with the largest trust · ρ² / seconds. It measures ρ now and then, and takes
+    it for 1 before. The trust tells what ρ cannot: whether the level still has something to teach.
+    This is a heuristic, and can fail: on ResSim-v4 with faults the level with the lowest ρ teaches
+    most (tests/benchmarks/README.md).
 
     A level keeps the run for a window of some iterations. Then a *check* plays episodes on the
     finest level with the policy's mode, always from the same starts. If the best check has risen by

@@ -502,7 +502,7 @@ def test_links_exist(page):
 
 def test_readme_is_a_page():
     """What is longer belongs on the pages that it links to."""
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 322
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 330
 
 
 def torchrun_commands():
