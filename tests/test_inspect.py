@@ -564,7 +564,7 @@ def test_timetable(inspected, monkeypatch, workers, num_envs):
     monkeypatch.setattr(inspect_simulation, "as_time", lambda seconds: f"{seconds:.1f}")
     table, _, command = inspected(Solver, options=f"--num-workers {workers}")
     times = {}
-    for line in table[-8:]:
+    for line in table[-9:]:
         seconds, what = line.split(maxsplit=1)
         times[what.partition(" ")[0] if what.startswith("-") else what] = float(seconds)
 
@@ -572,7 +572,7 @@ def test_timetable(inspected, monkeypatch, workers, num_envs):
     both = 1.1 * fine
     num_checked = {2: 16, 6: 18, 16: 16, 100: 100}[workers]
     num_measured = {2: 64, 6: 72, 16: 64, 100: 400}[workers]
-    iteration = num_envs * 4 * 20 / workers
+    iteration = num_envs / workers * fine  # an episode has 4 steps
     check = num_checked / workers * fine
     correlation = num_measured / workers * both
     stopping = 1.1 * (iteration + check + correlation)  # and a tenth to be sure
@@ -583,6 +583,7 @@ def test_timetable(inspected, monkeypatch, workers, num_envs):
         "an iteration on level 2": iteration,
         f"a check, {num_checked} episodes on level 2": check,
         f"a measurement of correlations, {num_measured} episodes on every level": correlation,
+        "until the first measurement, or sooner if training gains nothing": 20 * correlation,
         f"at most from a signal to the run's end (Slurm: TERM@{stopping:.0f})": stopping,
         "--hours": 3600 * hours,
         "--analyse:": 2 * both + 10 * correlation,

@@ -247,14 +247,15 @@ def print_timetable(args, episodes):
     """Print how long the parts of a run with the options `args` take. Returns its hours."""
     workers = max(1, args.num_workers)
     finest = args.levels[-1]
-    fine_step = np.mean(episodes[-1].seconds[1:])
     fine_episode = sum(episodes[-1].seconds)
     measuring_costs = 2 * sum(sum(episode.seconds) for episode in episodes)
 
-    iteration = args.num_envs * args.num_steps[-1] * fine_step / workers
+    num_played = args.num_envs * args.num_steps[-1] / len(episodes[-1].rewards)  # episodes
+    iteration = num_played / workers * fine_episode
     check = math.ceil(args.check_episodes / workers) * fine_episode
     num_measured = ml.num_rounds(args) * args.num_envs
     correlation = num_measured / workers * measuring_costs / 2
+    first_measurement = correlation / ml.Adaptive.MEASURE_SHARE
     stopping = 1.1 * (iteration + check + correlation)
     analysis = measuring_costs + 10 * correlation
     comparison = 2 * math.ceil(64 / workers) * fine_episode
@@ -265,6 +266,7 @@ def print_timetable(args, episodes):
         f"an iteration on level {finest}": iteration,
         f"a check, {args.check_episodes} episodes on level {finest}": check,
         f"a measurement of correlations, {num_measured} episodes on every level": correlation,
+        "until the first measurement, or sooner if training gains nothing": first_measurement,
         f"at most from a signal to the run's end (Slurm: TERM@{stopping:.0f})": stopping,
         f"--hours {hours:g}: {RUN_PER_CHECK} times as long as a check, rounded up": 3600 * hours,
         "--analyse: ten measurements (stop it when you have seen enough)": analysis,
