@@ -512,17 +512,18 @@ def test_simulations_that_are_right(inspected, env, expected):
 
 
 @pytest.mark.parametrize(
-    "make, seed, text",
+    "make, level, seed, text",
     [
-        (Broken, 10000, "no licence"),
-        (OldApi, 10000, "not enough values to unpack"),
-        (Fragile, 10003, "no convergence"),
-        (Longer, 10000, "an observation or a reward has the shape (3,), not (2,)"),
+        (Broken, 2, 10000, "no licence"),
+        (OldApi, 1, 10000, "not enough values to unpack"),
+        (Fragile, 2, 10003, "no convergence"),
+        (Longer, 2, 10000, "an observation or a reward has the shape (3,), not (2,)"),
     ],
 )
-def test_simulations_that_cannot_be_inspected(inspected, make, seed, text):
-    """An error says with which seed a level fails before its first step is complete, and why."""
-    with pytest.raises(RuntimeError, match=f"the first step fails with seed {seed}$") as caught:
+def test_simulations_that_cannot_be_inspected(inspected, make, level, seed, text):
+    """An error says where a level fails before its first step is complete, and why."""
+    place = f"the first step fails: level {level}, seed {seed}$"
+    with pytest.raises(RuntimeError, match=place) as caught:
         inspected(make)
     assert str(caught.value.__cause__).startswith(text)
 

@@ -43,15 +43,15 @@ class Episode(NamedTuple):
     failure: str  # where and how the simulation has failed, else ""
 
 
-def play(env, finest, seed=SEED, most_steps=ml.MOST_STEPS, *, neighbours=()):
-    """Play an episode, or its first steps, always with the same actions. Returns the Episode.
+def play(number, env, finest, seed=SEED, most_steps=ml.MOST_STEPS, *, neighbours=()):
+    """Play an episode of a level, or its first steps, always with the same actions.
 
     The generators of `random` and `np.random` start from a seed, so that levels can be compared
     even if the simulation draws from them. With `neighbours`, other simulations, the seed is
     another one. After each of the first steps one of them takes its turn, as simulations do in
     training. So an episode that depends on either shows other numbers.
 
-    Raises RuntimeError if not even the first step succeeds.
+    Returns the Episode. Raises RuntimeError if not even the first step succeeds.
     """
     ml.seed_generators(len(neighbours))
     rng = np.random.default_rng(SEED)
@@ -85,7 +85,8 @@ def play(env, finest, seed=SEED, most_steps=ml.MOST_STEPS, *, neighbours=()):
     except Exception as error:
         # A solver may raise anything.
         if not rewards:
-            raise RuntimeError(f"reset or the first step fails with seed {seed}") from error
+            where = f"level {number}, seed {seed}"
+            raise RuntimeError(f"reset or the first step fails: {where}") from error
         end = "failed"
         failure = f"seed {seed}, step {len(rewards) + 1}: {type(error).__name__}: {error}"
     return Episode(np.array(observations), np.array(rewards), seconds, end, failure)
@@ -151,21 +152,21 @@ def look_at_api(env):
         tell(f"Gymnasium's check_env finds: {error}")
 
 
-def compare_levels(envs, returns):
+def compare_levels(numbers, envs, returns):
     """Say if levels start unlike from the same seed, or if their returns differ by a factor."""
     shown = []
-    for env in envs:
+    for number, env in zip(numbers, envs):
         for seed in range(SEED, SEED + NUM_STARTS):
-            shown.append(play(env, envs[-1], seed, most_steps=1).obs)
+            shown.append(play(number, env, envs[-1], seed, most_steps=1).obs)
     # Two observations, since the first may always be the same: a reservoir is full of oil.
     agreement = ml.start_agreement(np.reshape(shown, (len(envs), NUM_STARTS, -1)))
     sizes = np.abs(returns)
     if agreement.min() <= 0.9:
-        numbers = ", ".join(f"{r:.2f}" for r in agreement)
+        correlations = ", ".join(f"{r:.2f}" for r in agreement)
         tell(
             "Do levels start alike from the same seed? The first two observations of "
-            f"{NUM_STARTS} seeds have these correlations with the finest level: {numbers}. Below "
-            "0.5 levels start unlike, and below 0.9 perhaps a part of the start. Draw random "
+            f"{NUM_STARTS} seeds have these correlations with the finest level: {correlations}. "
+            "Below 0.5 levels start unlike, and below 0.9 perhaps a part of the start. Draw random "
             "fields on the finest grid, and coarsen them. Where that is impossible, write psi and "
             "map_from."
         )
@@ -283,10 +284,10 @@ def inspect(numbers, envs, neighbours, num_workers):
     print("   level     reset s      step s   steps         end      return")
     pairs = []
     for number, env in zip(numbers, envs):
-        first = play(env, envs[-1])
+        first = play(number, env, envs[-1])
         if first.end == "none":
             sys.exit(f"level {number}: an episode has not ended in {ml.MOST_STEPS:,} steps")
-        again = play(env, envs[-1], neighbours=neighbours)
+        again = play(number, env, envs[-1], neighbours=neighbours)
         pairs.append((number, first, again))
         costs = f"{number:8}{again.seconds[0]:12.2g}{np.mean(again.seconds[1:]):12.2g}"
         print(f"{costs}{len(again.rewards):8}{again.end:>12}{again.rewards.sum():12.4g}")
@@ -300,7 +301,7 @@ def inspect(numbers, envs, neighbours, num_workers):
     if all(are_right):
         look_at_api(envs[0])
     if "failed" not in ends:
-        compare_levels(envs, returns)
+        compare_levels(numbers, envs, returns)
         look_at_lengths([len(episode.rewards) for episode in episodes])
     options = look_at_scale("observations", obs, "--norm-obs")
     options += look_at_scale("returns", returns, "--norm-value")
