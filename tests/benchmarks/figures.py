@@ -196,7 +196,7 @@ def gained():
     ways = tables.COMPARED
 
     lane_height = 0.85 / len(ways)
-    figure, ax = plt.subplots(figsize=(WIDTH, 0.08 * len(ways) * len(curves) + 2.4))
+    figure, ax = plt.subplots(figsize=(WIDTH, 0.08 * len(ways) * len(curves) + 3.2))
     for i, case in enumerate(curves):
         if i % 2 == 0:
             ax.axhspan(i - 0.5, i + 0.5, color="k", alpha=0.04, lw=0)
@@ -206,22 +206,28 @@ def gained():
             if way in shares[case]:
                 draw_share(ax, way, shares[case][way], y)
 
-    # Two last, higher rows.
-    middles = [len(curves) + 0.2, len(curves) + 1.6]
+    # Three last, higher rows.
+    untuned = [shares[case] for case in tables.UNTUNED]
+    summaries = {
+        "lowest of all": (np.min, shares.values()),
+        "mean of all": (np.mean, shares.values()),
+        "mean of v2 and\nv4 with faults": (np.mean, untuned),
+    }
+    middles = [len(curves) + 0.2 + 1.4 * i for i in range(len(summaries))]
     choices = [way for way in ways if way != "best coarse"]  # nobody can choose that one
-    for middle, function in zip(middles, (np.min, np.mean)):
+    for middle, (function, found) in zip(middles, summaries.values()):
         ax.axhspan(middle - 0.68, middle + 0.68, color="k", alpha=0.1, lw=0)
         for lane, way in enumerate(choices):
             y = middle + 1.1 / len(choices) * (lane - (len(choices) - 1) / 2)
-            share = function(tables.mean_shares(shares.values(), way))
+            share = function(tables.mean_shares(found, way))
             draw_share(ax, way, np.array([share]), y)
             where = {"xytext": (8, -0.5), "textcoords": "offset points", "va": "center"}
             ax.annotate(tables.percent(share), (100 * share, y), fontsize=7, **where)
 
     ax.axvline(100, color="k", lw=0.8, ls="--", zorder=0)
     titles = [TITLES[case] for case in curves]
-    ax.set_yticks([*range(len(curves)), *middles], [*titles, "lowest of all", "mean of all"])
-    for label in ax.get_yticklabels()[-2:]:
+    ax.set_yticks([*range(len(curves)), *middles], [*titles, *summaries])
+    for label in ax.get_yticklabels()[-len(summaries) :]:
         label.set_weight("bold")
     ax.tick_params(axis="y", length=0)
     highest = max(share.max() for found in shares.values() for share in found.values())
