@@ -54,6 +54,7 @@ LEVELS = {  # name of a level: its colour
 }
 MARKERS = {  # way of training: marker, colour
     "finest": ("o", BLUE),
+    "finest-fit": ("p", BLUE),
     "coarsest": ("v", ORANGE),
     "best coarse": ("D", GREY),
     "halves": ("^", PURPLE),
@@ -193,7 +194,7 @@ def gained():
     """What each way of training has gained at equal time, a row for each simulation."""
     curves = {case: tables.recorded(case) for case in tables.cases()}
     shares = {case: tables.shares_of_best(case, runs) for case, runs in curves.items()}
-    ways = tables.COMPARED
+    ways = tables.WAYS
 
     lane_height = 0.85 / len(ways)
     figure, ax = plt.subplots(figsize=(WIDTH, 0.08 * len(ways) * len(curves) + 3.2))

@@ -287,7 +287,7 @@ def factor(value):
 # ------------------------------------------------------------------------------------ equal time
 WAYS = {  # of training
     "finest": "finest level alone",
-    "finest-fit": "finest level alone, values fitted at first",
+    "finest-fit": "finest level alone, values fitted",
     "coarsest": "coarsest level alone",
     "best coarse": "best coarse level alone, known only afterwards",
     "halves": "half coarsest, half finest",
@@ -299,9 +299,6 @@ WAYS = {  # of training
 
 # The cases that nothing was tuned on.
 UNTUNED = ["v2", "faults"]
-
-# What README compares. Few simulations have runs of the other one.
-COMPARED = [way for way in WAYS if way != "finest-fit"]
 
 
 def at_equal_time(case, curves):
@@ -326,7 +323,7 @@ def shares_of_best(case, curves):
     """Return {way: each seed's gain at equal time}, as a share of the highest mean gain of all."""
     start, _, _ = finest_gain(case, curves)
     reached = at_equal_time(case, curves)
-    gains = {way: reached[way][1] - start for way in reached if way in COMPARED}
+    gains = {way: reached[way][1] - start for way in reached}
     best = max(gain.mean() for gain in gains.values())
     return {way: gain / best for way, gain in gains.items()}
 
@@ -349,17 +346,17 @@ def gained():
     rows = []
     for case, share in found.items():
         cells = [TITLES[case], f"{rule_seconds(case, curves[case]):,.0f}"]
-        for way in COMPARED:
+        for way in WAYS:
             cell = "—"
             if way in share:
                 cell = named(case, curves[case], way, percent(share[way].mean()))
             cells.append(cell)
         rows.append(cells)
-    rows.append(summary("lowest share", np.min, found.values(), COMPARED))
-    rows.append(summary("mean share", np.mean, found.values(), COMPARED))
+    rows.append(summary("lowest share", np.min, found.values(), WAYS))
+    rows.append(summary("mean share", np.mean, found.values(), WAYS))
     untuned = [found[case] for case in UNTUNED]
-    rows.append(summary("mean share of v2 and v4 with faults", np.mean, untuned, COMPARED))
-    return markdown(["simulation", "seconds", *(WAYS[way] for way in COMPARED)], rows)
+    rows.append(summary("mean share of v2 and v4 with faults", np.mean, untuned, WAYS))
+    return markdown(["simulation", "seconds", *WAYS.values()], rows)
 
 
 def mean_shares(found, way):
@@ -371,7 +368,7 @@ def summary(title, function, found, shown):
     """Return a row with a function of each way's mean shares on all cases, such as np.min."""
     cells = [f"**{title}**", ""]
     for way in shown:
-        cell = percent(function(mean_shares(found, way))) if way in COMPARED else "—"
+        cell = percent(function(mean_shares(found, way)))
         cells.append(f"**{cell}**")
     return cells
 
