@@ -1017,6 +1017,18 @@ def test_single_rule(tmp_path, monkeypatch, levels, costs):
     assert float(table[-1]["seconds"]) == 4 * (20 * cost + 300)
 
 
+@pytest.mark.parametrize("options, first", [([], 0), (["--norm-obs"], 1)])
+def test_single_rule_with_a_fit(tmp_path, monkeypatch, options, first):
+    """V is fitted once, before the first update, or the second one; the clock is the same."""
+    events = record_fits(monkeypatch)
+    words = [*SMALL, *options, "--levels", "3", "--level-costs", "16", "300"]
+    table = rule_run(monkeypatch, tmp_path, "single-fit", *words, "--num-iterations", "4")
+    assert float(table[-1]["seconds"]) == 4 * (20 * 16 + 300)
+    expected = ["update"] * 4
+    expected.insert(first, "fit")
+    assert events == expected
+
+
 # Costs --------------------------------------------------------------------------------------------
 
 
