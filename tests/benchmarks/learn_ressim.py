@@ -203,6 +203,7 @@ SEEDS |= {f"{case}-adaptive": [1, 2, 3, 4, 5, 6] for case in ("v1", "v2", "rod")
 for part in ("-only-", "-finest-fit", "-multigrid", "-halves", "-together"):
     SEEDS |= {name: [1, 2, 3] for name in RUNS if part in name}
 SEEDS["v1-bounded"] = [1, 2, 3, 4]
+SEEDS |= {f"{case}-finest-fit": [1, 2] for case in ("v1", "v2", "water")}
 SEEDS |= {f"{case}-rate-{name}": [1] for case in ("v3", "v4") for name in "ab"}
 SEEDS |= {"v1-rate-a": [1]}
 COLUMNS = ("iteration", "global_step", "wall_seconds", "seconds", "level", "check_return")
