@@ -166,7 +166,7 @@ def compare_levels(numbers, envs, returns):
         tell(
             "Do levels start alike from the same seed? The first two observations of "
             f"{NUM_STARTS} seeds have these correlations with the finest level: {correlations}. "
-            "Below 0.5 levels start unlike, and below 0.9 perhaps a part of the start. Draw random "
+            "Near 0 levels start unlike, and below 0.9 perhaps a part of the start. Draw random "
             "fields on the finest grid, and coarsen them. Where that is impossible, write psi and "
             "map_from."
         )
@@ -249,16 +249,17 @@ def print_timetable(args, episodes):
     workers = max(1, args.num_workers)
     finest = args.levels[-1]
     fine_episode = sum(episodes[-1].seconds)
-    measuring_costs = 2 * sum(sum(episode.seconds) for episode in episodes)
+    an_episode_each = sum(sum(episode.seconds) for episode in episodes)
+    measuring_costs = 2 * an_episode_each
 
     num_played = args.num_envs * args.num_steps[-1] / len(episodes[-1].rewards)  # episodes
     iteration = num_played / workers * fine_episode
     check = math.ceil(args.check_episodes / workers) * fine_episode
     num_measured = ml.num_rounds(args) * args.num_envs
-    correlation = num_measured / workers * measuring_costs / 2
+    correlation = num_measured / workers * an_episode_each
     first_measurement = correlation / ml.Adaptive.MEASURE_SHARE
     stopping = 1.1 * (iteration + check + correlation)
-    analysis = measuring_costs + 10 * correlation
+    analysis = measuring_costs + ml.MEASUREMENTS * correlation
     comparison = 2 * math.ceil(64 / workers) * fine_episode
     hours = math.ceil(RUN_PER_CHECK * check / 360) / 10
 
